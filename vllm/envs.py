@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environment variables that the engine reads, each evaluated when it is used.
+
+``vllm.envs.NAME`` reads the variable; an unparsable value raises ``ValueError`` naming it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+
+def _number(name: str, default: float, kind: Callable[[str], Any] = float) -> Callable[[], Any]:
+    def read() -> Any:
+        text = os.environ.get(name)
+        if text is None or text == "":
+            return default
+        try:
+            return kind(text)
+        except ValueError:
+            raise ValueError(f"{name}={text!r} is not a number; unset it or give one such as {default}") from None
+
+    return read
+
+
+def _switch(name: str, default: bool | None) -> Callable[[], bool | None]:
+    def read() -> bool | None:
+        text = os.environ.get(name, "").strip().lower()
+        if text == "":
+            return default
+        if text in ("1", "true", "on", "yes"):
+            return True
+        if text in ("0", "false", "off", "no"):
+            return False
+        raise ValueError(f"{name}={text!r} is not a switch; use 1 or 0")
+
+    return read
+
+
+def _text(name: str, default: str = "") -> Callable[[], str]:
+    return lambda: os.environ.get(name, default)
+
+
+VARIABLES: dict[str, tuple[Callable[[], Any], str]] = {
+    "VLLM_LOGGING_LEVEL": (_text("VLLM_LOGGING_LEVEL", "INFO"), "log level of the vllm loggers"),
+    "VLLM_CPU_KVCACHE_SPACE": (_number("VLLM_CPU_KVCACHE_SPACE", 0), "KV cache size on CPU in GiB; 0 = by free memory"),
+    "VLLM_CPU_KERNELS": (_switch("VLLM_CPU_KERNELS", True), "0 runs the plain torch twins of the C++ CPU kernels"),
+    "VLLM_COLLECTIVE_TIMEOUT_S": (_number("VLLM_COLLECTIVE_TIMEOUT_S", 20.0), "seconds until a collective gives up"),
+    "VLLM_CACHE_ROOT": (
+        lambda: os.environ.get("VLLM_CACHE_ROOT")
+        or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "vllm-arc"),
+        "folder of built kernels and made checkpoints",
+    ),
+    "VLLM_POLICIES": (_text("VLLM_POLICIES"), "take the parallel policies of this platform (cpu, xpu, cuda)"),
+    "VLLM_DP_PAD_TO_MAX": (_switch("VLLM_DP_PAD_TO_MAX", None), "pad every DP rank to the largest token count"),
+    "VLLM_MOE_BARRIER": (_switch("VLLM_MOE_BARRIER", None), "device barrier before each MoE collective"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in VARIABLES:
+        return VARIABLES[name][0]()
+    raise AttributeError(f"module 'vllm.envs' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(VARIABLES)

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler decided for one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.v1.request import Request
+
+
+@dataclass(frozen=True)
+class SchedulerOutput:
+    """The requests of a step and how many tokens each runs.
+
+    ``num_scheduled_tokens[i]`` tokens of ``requests[i]`` run, starting at its ``num_computed_tokens`` (which the
+    scheduler advances in ``update_from_output``, not here). ``new_block_ids[i]`` are the cache blocks that request
+    got in this step; for a request in ``started`` (first step, or first after a preemption) they are all its blocks.
+    ``finished_req_ids`` and ``preempted_req_ids`` ended since the step before: the runner frees their rows.
+    """
+
+    requests: list[Request]
+    num_scheduled_tokens: list[int]
+    new_block_ids: list[list[int]]
+    started: frozenset[str] = frozenset()
+    finished_req_ids: frozenset[str] = frozenset()
+    preempted_req_ids: frozenset[str] = frozenset()
+    total_num_scheduled_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "total_num_scheduled_tokens", sum(self.num_scheduled_tokens))
