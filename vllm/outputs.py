@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client gets for a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.logprobs import PromptLogprobs, SampleLogprobs
+
+
+@dataclass
+class CompletionOutput:
+    """One completion of a prompt.
+
+    ``finish_reason``: None while it runs, else ``stop``, ``length``, ``abort`` or ``error``. ``stop_reason``: the stop
+    string or token id that ended it, None for the model's end token. ``cumulative_logprob`` and ``logprobs`` are None
+    unless log-probabilities were asked for.
+    """
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    cumulative_logprob: float | None
+    logprobs: SampleLogprobs | None
+    routed_experts: Any = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    lora_request: Any = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestOutput:
+    """A prompt and its completions, ordered by ``index``.
+
+    ``prompt_logprobs`` has one entry for each prompt token, the first None. ``num_cached_tokens`` counts the prompt
+    tokens whose KV came from the prefix cache. ``metrics``, ``lora_request`` and the ``encoder_*`` fields stay None.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: PromptLogprobs | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: Any = None
+    lora_request: Any = None
+    encoder_prompt: str | None = None
+    encoder_prompt_token_ids: list[int] | None = None
+    num_cached_tokens: int | None = None
+    kv_transfer_params: dict[str, Any] | None = None
