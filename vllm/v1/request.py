@@ -44,6 +44,10 @@ class Request:
     ``all_token_ids`` is prompt then output; ``num_computed_tokens`` of them have their KV in the cache; the tokens
     from there on are what the next steps run. ``block_ids`` lists the cache blocks that hold them, in order, and
     ``state_slot`` the recurrent-state slot of a hybrid model (-1: none).
+
+    The scheduler's own: the first ``num_cached_blocks`` full blocks were offered to the prefix cache and end the prefix
+    ``prefix_id`` (None: this request offers no more); ``max_num_tokens`` is the length, prompt included, at which it
+    ends; ``num_prompt_logprobs`` rows of prompt log-probabilities were given out.
     """
 
     request_id: str
@@ -57,8 +61,11 @@ class Request:
     num_cached_tokens: int = -1
     num_preemptions: int = 0
     block_ids: list[int] = field(default_factory=list)
-    block_hashes: list[int] = field(default_factory=list)
     state_slot: int = -1
+    prefix_id: int | None = None
+    num_cached_blocks: int = 0
+    max_num_tokens: int = 0
+    num_prompt_logprobs: int = 0
     all_token_ids: list[int] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -15,7 +15,8 @@ class SchedulerOutput:
     ``num_scheduled_tokens[i]`` tokens of ``requests[i]`` run, starting at its ``num_computed_tokens`` (which the
     scheduler advances in ``update_from_output``, not here). ``new_block_ids[i]`` are the cache blocks that request
     got in this step; for a request in ``started`` (first step, or first after a preemption) they are all its blocks.
-    ``finished_req_ids`` and ``preempted_req_ids`` ended since the step before: the runner frees their rows.
+    ``finished_req_ids`` and ``preempted_req_ids`` ended since the step before: the runner frees their rows, before it
+    looks at ``started`` (an id may come again), and ignores ids that it has no row for.
     """
 
     requests: list[Request]

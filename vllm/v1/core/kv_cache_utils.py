@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One memory budget, shared by attention blocks and recurrent-state slots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec
+
+
+def cdiv(a: int, b: int) -> int:
+    """ceil(a / b)."""
+    return -(-a // b)
+
+
+def get_kv_cache_config(
+    specs: Mapping[str, KVCacheSpec], available_bytes: int, vllm_config: VllmConfig
+) -> KVCacheConfig:
+    """Cut ``available_bytes`` of this rank into state slots for ``max_num_seqs`` requests, then attention blocks.
+
+    The blocks hold at least one request of ``max_model_len`` tokens; without prefix caching they are never more than
+    ``max_num_seqs`` such requests can fill. ``num_gpu_blocks_override`` sets their number whatever the budget.
+
+    Raises:
+        ValueError: the budget is too small, with its numbers and what would fit.
+    """
+    cache, max_model_len = vllm_config.cache_config, vllm_config.model_config.max_model_len
+    block_size, max_num_seqs = cache.block_size, vllm_config.scheduler_config.max_num_seqs
+    bytes_per_block = block_size * sum(s.bytes_per_token for s in specs.values() if isinstance(s, AttentionSpec))
+    bytes_per_slot = sum(s.page_size_bytes for s in specs.values() if isinstance(s, MambaSpec))
+    num_slots = max_num_seqs + 1 if bytes_per_slot else 0
+
+    needed_blocks = cdiv(max_model_len, block_size) + 1
+    most_blocks = max_num_seqs * (needed_blocks - 1) + 1
+    bytes_for_blocks = available_bytes - num_slots * bytes_per_slot
+    if cache.num_gpu_blocks_override is not None:
+        num_blocks = cache.num_gpu_blocks_override
+    elif bytes_for_blocks < 0:
+        raise ValueError(
+            f"recurrent state of max_num_seqs={max_num_seqs} requests and one pad slot takes {num_slots} x "
+            f"{bytes_per_slot} bytes, but {available_bytes} bytes are available for the cache; lower max_num_seqs to "
+            f"{max(available_bytes // bytes_per_slot - 1, 0)} or less, or raise kv_cache_memory_bytes / "
+            "gpu_memory_utilization"
+        )
+    elif bytes_per_block == 0:
+        num_blocks = most_blocks
+    else:
+        num_blocks = max(bytes_for_blocks, 0) // bytes_per_block
+        if not cache.enable_prefix_caching:
+            num_blocks = min(num_blocks, most_blocks)
+    if num_blocks < needed_blocks:
+        fits = max(num_blocks - 1, 0) * block_size
+        raise ValueError(
+            f"one request of max_model_len={max_model_len} tokens needs {needed_blocks} cache blocks of {block_size} "
+            f"tokens, the null block included ({needed_blocks * bytes_per_block} bytes), but there are {num_blocks} "
+            f"({available_bytes} bytes available, {num_slots * bytes_per_slot} of them for recurrent state); lower "
+            f"max_model_len to {fits} or less, or raise kv_cache_memory_bytes / gpu_memory_utilization"
+        )
+    return KVCacheConfig(num_blocks, block_size, num_slots, bytes_per_block, bytes_per_slot)
