@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens to experts and back: ``dispatch`` → experts → ``combine``, right for every TP × DP × EP layout.
+
+A MoE layer calls both in every layout and has no branch of its own. After attention all TP ranks of a DP group hold
+the same rows; EP rank ``dp_rank * tp_size + tp_rank`` computes its own experts (or, without expert parallelism, its
+slice of every expert) for the rows it receives, and partial outputs are summed over the ranks:
+
+| layout | dispatch | combine |
+|---|---|---|
+| one rank, or EP off and TP 1 | nothing | nothing |
+| EP off, or DP 1 | nothing | all-reduce over TP |
+| EP and DP, TP 1 | gather over EP | reduce-scatter over EP |
+| EP and DP, TP > 1 | gather over EP, ``1/tp`` of the rows from each | reduce-scatter over EP, gather over TP |
+
+The gather carries hidden states, ids and weights as bytes in one collective. Sums run in the dtype of the experts'
+output; with ``ordered_sums`` 16-bit outputs are added in fp32 in EP rank order and rounded once.
+
+Shape suffixes: N rows of this DP rank, S rows of this rank's slice, R rows received, H hidden, K experts a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm import forward_context
+
+if TYPE_CHECKING:
+    from vllm.distributed.parallel_state import GroupCoordinator
+
+
+@dataclass(frozen=True)
+class DispatchedTokens:
+    """What the experts of this rank compute on, and the record that ``combine`` needs to send results back.
+
+    Attributes:
+        hidden_states: ``[R, H]``.
+        topk_weights, topk_ids: ``[R, K]``; padding rows have id -1 and weight 0. None after
+            ``dispatch_router_logits``.
+        router_logits: ``[R, E]`` after ``dispatch_router_logits``, else None.
+        is_pad: bool ``[R]`` after ``dispatch_router_logits``, True for rows that must not be routed; else None.
+        sizes: rows from each EP rank, in rank order; None where nothing was gathered.
+        num_tokens_padded: N, the rows that ``combine`` returns.
+        first_row: where this DP rank's rows begin among the R.
+    """
+
+    hidden_states: torch.Tensor
+    topk_weights: torch.Tensor | None
+    topk_ids: torch.Tensor | None
+    router_logits: torch.Tensor | None
+    is_pad: torch.Tensor | None
+    sizes: tuple[int, ...] | None
+    num_tokens_padded: int
+    first_row: int
+
+
+class AgRsAll2AllManager:
+    """All-gather dispatch and reduce-scatter combine over the EP group.
+
+    Args:
+        ep, dp, tp: this rank's groups; ``ep`` of one rank means that expert parallelism is off.
+        barrier: wait on the device group before each of the two collectives, so that a rank that is late at routing
+            is waited for in a barrier and not inside the collective (the XPU policy).
+    """
+
+    def __init__(
+        self, ep: GroupCoordinator, dp: GroupCoordinator, tp: GroupCoordinator, *, barrier: bool = False
+    ) -> None:
+        self.ep, self.dp, self.tp = ep, dp, tp
+        self.barrier = barrier
+        self.exchanges_tokens = ep.world_size > 1 and dp.world_size > 1
+        if self.exchanges_tokens:
+            assert ep.world_size == dp.world_size * tp.world_size, (
+                f"EP size {ep.world_size} is not DP {dp.world_size} x TP {tp.world_size}"
+            )
+            assert ep.rank_in_group == dp.rank_in_group * tp.world_size + tp.rank_in_group, (
+                f"EP rank {ep.rank_in_group} is not DP rank {dp.rank_in_group} x TP size {tp.world_size} + TP rank "
+                f"{tp.rank_in_group}"
+            )
+
+    def dispatch(
+        self,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_tokens_across_dp: Sequence[int] | None = None,
+    ) -> DispatchedTokens:
+        """Send each row to all ranks, with its routing.
+
+        Args:
+            hidden_states: ``[N, H]``, any dtype; the same on all TP ranks of the DP group.
+            topk_weights: ``[N, K]``.
+            topk_ids: ``[N, K]`` global expert ids, int32 or int64; -1 on padding rows, weight 0 there.
+            num_tokens_across_dp: N of every DP rank, agreed for this step; None reads the forward context's.
+        """
+        (hidden, weights, ids), sizes, first = self._gather(
+            (hidden_states, topk_weights, topk_ids), (0, 0, -1), num_tokens_across_dp
+        )
+        return DispatchedTokens(hidden, weights, ids, None, None, sizes, hidden_states.shape[0], first)
+
+    def dispatch_router_logits(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        is_pad: torch.Tensor | None = None,
+        num_tokens_across_dp: Sequence[int] | None = None,
+    ) -> DispatchedTokens:
+        """As :meth:`dispatch`, for experts that route after the exchange.
+
+        Args:
+            router_logits: ``[N, E]``.
+            is_pad: bool ``[N]``, True for padding rows; None when every row is a token.
+        """
+        if is_pad is None:
+            is_pad = torch.zeros(hidden_states.shape[0], dtype=torch.bool, device=hidden_states.device)
+        (hidden, logits, pad), sizes, first = self._gather(
+            (hidden_states, router_logits, is_pad), (0, 0, True), num_tokens_across_dp
+        )
+        return DispatchedTokens(hidden, None, None, logits, pad, sizes, hidden_states.shape[0], first)
+
+    def combine(
+        self, expert_output: torch.Tensor, dispatched: DispatchedTokens, tp_partial: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Sum the ranks' partial outputs and return this DP rank's rows.
+
+        Args:
+            expert_output: ``[R, H]``, this rank's experts' share; exactly 0 in padding rows.
+            dispatched: the record of the dispatch.
+            tp_partial: ``[N, H]``, a term that is itself partial over the TP ranks (a shared expert cut over TP); it
+                rides in the same sum and costs no collective.
+
+        Returns:
+            ``[N, H]``, the same on all TP ranks of the DP group.
+        """
+        assert expert_output.shape[0] == dispatched.hidden_states.shape[0], (
+            f"{expert_output.shape[0]} output rows for {dispatched.hidden_states.shape[0]} dispatched rows"
+        )
+        num_tokens = dispatched.num_tokens_padded
+        if tp_partial is not None:
+            expert_output = expert_output.clone()
+            expert_output[dispatched.first_row : dispatched.first_row + num_tokens] += tp_partial
+        if dispatched.sizes is None:
+            return self.tp.all_reduce(expert_output)
+        if self.barrier:
+            self.ep.barrier()
+        own_S = self.ep.reduce_scatterv(expert_output, 0, dispatched.sizes)
+        return self.tp.all_gather(own_S, 0)[:num_tokens]
+
+    def _gather(
+        self,
+        tensors: tuple[torch.Tensor, ...],
+        pad_values: tuple[int | bool, ...],
+        num_tokens_across_dp: Sequence[int] | None,
+    ) -> tuple[Sequence[torch.Tensor], tuple[int, ...] | None, int]:
+        """This rank's slice of the rows to all EP ranks, in one collective; its tail padded with ``pad_values``."""
+        if not self.exchanges_tokens:
+            return tensors, None, 0
+        if num_tokens_across_dp is None:
+            metadata = forward_context.get_forward_context().dp_metadata
+            assert metadata is not None, "DP with expert parallelism needs dp_metadata in the forward context"
+            num_tokens_across_dp = metadata.num_tokens_across_dp
+        rows = tensors[0].shape[0]
+        assert num_tokens_across_dp[self.dp.rank_in_group] == rows, (
+            f"DP rank {self.dp.rank_in_group} dispatches {rows} rows but agreed on {list(num_tokens_across_dp)}"
+        )
+        sizes = forward_context.sp_local_sizes(num_tokens_across_dp, self.tp.world_size)
+        chunk = sizes[self.ep.rank_in_group]
+        if self.tp.world_size > 1:
+            begin = min(self.tp.rank_in_group * chunk, rows)
+            end = min(begin + chunk, rows)
+            tensors = tuple(
+                _padded_slice(x, begin, end, chunk, value) for x, value in zip(tensors, pad_values, strict=True)
+            )
+        if self.barrier:
+            self.ep.barrier()
+        gathered = self.ep.all_gatherv(list(tensors), 0, sizes)
+        return gathered, sizes, sum(sizes[: self.dp.rank_in_group * self.tp.world_size])
+
+
+def _padded_slice(x: torch.Tensor, begin: int, end: int, rows: int, value: int | bool) -> torch.Tensor:
+    """``x[begin:end]``, extended to ``rows`` rows of ``value``."""
+    if end - begin == rows:
+        return x[begin:end]
+    out = x.new_full((rows, *x.shape[1:]), value)
+    out[: end - begin] = x[begin:end]
+    return out

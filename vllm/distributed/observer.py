@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one point that every collective passes.
+
+An observer sees each collective before and after it runs: a ledger, a stall watchdog, a consensus check, or a test
+that delays ranks at random. Without one, a collective costs one counter increment more than the bare call. A failed
+or timed-out collective leaves here as :class:`CollectiveError`, which names rank, group, operation, step and layer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from vllm import envs, forward_context
+
+UNIFORM = "uniform"
+VARIABLE = "variable-size"
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed or timed out; ``record`` says which."""
+
+    def __init__(self, message: str, record: CollectiveRecord) -> None:
+        super().__init__(message)
+        self.record = record
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveRecord:
+    """One collective of this process.
+
+    Attributes:
+        op: what the engine asked for (``all_gatherv``, ``reduce_scatterv``, …).
+        group: unique name of the group, ``kind:index`` (``ep:0``); ``seq`` counts that group's collectives from 0.
+        rank, ranks: this process's global rank, and the group's.
+        path: ``uniform`` where all ranks pass the same shape, else ``variable-size``.
+        sizes: rows of each rank of the group where the operation has them.
+        shapes, dtypes: of this rank's input tensors.
+        num_bytes: of this rank's input tensors.
+        step, layer: where in the run; -1 and empty outside a step.
+    """
+
+    op: str
+    group: str
+    seq: int
+    rank: int
+    ranks: tuple[int, ...]
+    path: str
+    sizes: tuple[int, ...] | None
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    num_bytes: int
+    step: int
+    layer: str
+
+
+class CollectiveObserver(Protocol):
+    def before(self, record: CollectiveRecord) -> Any:
+        """Called on the issuing thread before the collective; what it returns is passed to ``after``."""
+
+    def after(self, token: Any, error: BaseException | None = None) -> None:
+        """Called once the collective has returned, or with the exception that it raised."""
+
+
+_observer: CollectiveObserver | None = None
+_seq: Counter[str] = Counter()
+
+
+def set_collective_observer(observer: CollectiveObserver | None) -> CollectiveObserver | None:
+    """Install the observer (None removes it) and return the one that was installed before."""
+    global _observer
+    previous, _observer = _observer, observer
+    return previous
+
+
+def get_collective_observer() -> CollectiveObserver | None:
+    return _observer
+
+
+def reset_sequence_numbers() -> None:
+    """Start every group's count anew; called when the groups are destroyed."""
+    _seq.clear()
+
+
+class record_collective:
+    """Context manager around one collective call; see :class:`CollectiveRecord` for the arguments.
+
+    Raises :class:`CollectiveError` from whatever ``RuntimeError`` or ``ValueError`` the backend raises inside.
+    """
+
+    __slots__ = ("_args", "_seq", "_token", "_watcher")
+
+    def __init__(
+        self,
+        op: str,
+        group: str,
+        ranks: Sequence[int],
+        rank: int,
+        tensors: Sequence[torch.Tensor] = (),
+        *,
+        path: str = UNIFORM,
+        sizes: Sequence[int] | None = None,
+    ) -> None:
+        self._args = (op, group, ranks, rank, tensors, path, sizes)
+
+    def _record(self) -> CollectiveRecord:
+        op, group, ranks, rank, tensors, path, sizes = self._args
+        return CollectiveRecord(
+            op=op,
+            group=group,
+            seq=self._seq,
+            rank=rank,
+            ranks=tuple(ranks),
+            path=path,
+            sizes=None if sizes is None else tuple(sizes),
+            shapes=tuple(tuple(t.shape) for t in tensors),
+            dtypes=tuple(str(t.dtype).removeprefix("torch.") for t in tensors),
+            num_bytes=sum(t.numel() * t.element_size() for t in tensors),
+            step=forward_context.current_step,
+            layer=forward_context.current_layer,
+        )
+
+    def __enter__(self) -> None:
+        group = self._args[1]
+        self._seq = _seq[group]
+        _seq[group] += 1
+        self._watcher = _observer
+        if self._watcher is not None:
+            self._token = self._watcher.before(self._record())
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._watcher is not None:
+            self._watcher.after(self._token, error)
+        if isinstance(error, (RuntimeError, ValueError)):
+            r = self._record()
+            raise CollectiveError(
+                f"rank {r.rank}: collective {r.op} #{r.seq} ({r.path}, sizes={r.sizes}, shapes={list(r.shapes)}) of "
+                f"group {r.group} (ranks {list(r.ranks)}) failed in step {r.step}, layer {r.layer or 'none'}: {error}. "
+                "Another rank died, left the lockstep or was slower than VLLM_COLLECTIVE_TIMEOUT_S="
+                f"{envs.VLLM_COLLECTIVE_TIMEOUT_S:g}; look for the rank that reports an error of its own",
+                r,
+            ) from error

@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The groups of ranks: world, TP, DP and EP, each with a CPU (Gloo) twin.
+
+RANK → dp_rank = RANK // tp_size, tp_rank = RANK % tp_size, ep_rank = RANK: with TP 2 and DP 2 the TP groups are
+{0, 1}, {2, 3}, the DP groups {0, 2}, {1, 3} and the EP group is all four. A single process needs neither torchrun nor
+a process group: every group has one rank and every collective is the identity.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from vllm import envs, platforms
+from vllm.distributed import observer
+from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager, DispatchedTokens
+from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
+from vllm.distributed.device_communicators.xpu_communicator import XpuCommunicator
+from vllm.distributed.observer import record_collective
+from vllm.logger import init_logger
+from vllm.platforms import Platform
+
+logger = init_logger(__name__)
+
+
+def collective_timeout() -> timedelta:
+    """The deadline of every collective and rendezvous (``VLLM_COLLECTIVE_TIMEOUT_S``)."""
+    return timedelta(seconds=envs.VLLM_COLLECTIVE_TIMEOUT_S)
+
+
+class GroupCoordinator:
+    """One group as this process sees it.
+
+    Attributes:
+        unique_name: ``kind:index``, e.g. ``dp:1`` for the second DP group.
+        ranks: global ranks in group order.
+        rank, rank_in_group, world_size: this process's global rank, its place in the group, the group's size.
+        device: where this process's tensors live.
+        device_group, cpu_group: process groups of the device backend and of Gloo; None in a group of one.
+        device_communicator: the collectives.
+    """
+
+    def __init__(
+        self,
+        unique_name: str,
+        ranks: Sequence[int],
+        rank: int,
+        device: torch.device,
+        device_group: ProcessGroup | None,
+        cpu_group: ProcessGroup | None,
+        device_communicator: DeviceCommunicatorBase,
+    ) -> None:
+        self.unique_name = unique_name
+        self.ranks = list(ranks)
+        self.rank = rank
+        self.rank_in_group = self.ranks.index(rank)
+        self.world_size = len(self.ranks)
+        self.device = device
+        self.device_group = device_group
+        self.cpu_group = cpu_group
+        self.device_communicator = device_communicator
+        self.all2all_manager: AgRsAll2AllManager | None = None
+
+    @property
+    def is_first_rank(self) -> bool:
+        return self.rank_in_group == 0
+
+    @property
+    def is_last_rank(self) -> bool:
+        return self.rank_in_group == self.world_size - 1
+
+    def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
+        return self.device_communicator.all_reduce(input_)
+
+    def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        return self.device_communicator.all_gather(input_, dim)
+
+    def all_gatherv(
+        self, input_: torch.Tensor | Sequence[torch.Tensor], dim: int = 0, sizes: Sequence[int] | None = None
+    ) -> Any:
+        """A tensor for a tensor, a list for a list; see the communicator."""
+        return self.device_communicator.all_gatherv(input_, dim, sizes)
+
+    def reduce_scatter(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        return self.device_communicator.reduce_scatter(input_, dim)
+
+    def reduce_scatterv(self, input_: torch.Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> torch.Tensor:
+        return self.device_communicator.reduce_scatterv(input_, dim, sizes)
+
+    def broadcast(self, input_: torch.Tensor, src: int = 0) -> torch.Tensor:
+        """From group rank ``src``."""
+        return self.device_communicator.broadcast(input_, src)
+
+    def barrier(self) -> None:
+        """On the device group."""
+        self.device_communicator.barrier()
+
+    def cpu_all_reduce(self, input_: torch.Tensor, op: str = "cpu_all_reduce") -> torch.Tensor:
+        """Sum a host tensor over the CPU twin, in place; returns it. ``op`` names it in the ledger."""
+        if self.world_size > 1:
+            with record_collective(op, self.unique_name, self.ranks, self.rank, [input_]):
+                dist.all_reduce(input_, group=self.cpu_group)
+        return input_
+
+    def cpu_barrier(self) -> None:
+        if self.world_size > 1:
+            with record_collective("cpu_barrier", self.unique_name, self.ranks, self.rank):
+                dist.barrier(group=self.cpu_group)
+
+    def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
+        """A picklable object from group rank ``src``, over the CPU twin."""
+        if self.world_size == 1:
+            return obj
+        box = [obj]
+        with record_collective("broadcast_object", self.unique_name, self.ranks, self.rank):
+            dist.broadcast_object_list(box, src=self.ranks[src], group=self.cpu_group)
+        return box[0]
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Every rank's picklable object in rank order, over the CPU twin."""
+        if self.world_size == 1:
+            return [obj]
+        box: list[Any] = [None] * self.world_size
+        with record_collective("all_gather_object", self.unique_name, self.ranks, self.rank):
+            dist.all_gather_object(box, obj, group=self.cpu_group)
+        return box
+
+    def dispatch(
+        self,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_tokens_across_dp: Sequence[int] | None = None,
+    ) -> DispatchedTokens:
+        """EP group only: see :class:`AgRsAll2AllManager`."""
+        return self._manager().dispatch(hidden_states, topk_weights, topk_ids, num_tokens_across_dp)
+
+    def dispatch_router_logits(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        is_pad: torch.Tensor | None = None,
+        num_tokens_across_dp: Sequence[int] | None = None,
+    ) -> DispatchedTokens:
+        """EP group only: see :class:`AgRsAll2AllManager`."""
+        return self._manager().dispatch_router_logits(hidden_states, router_logits, is_pad, num_tokens_across_dp)
+
+    def combine(
+        self, expert_output: torch.Tensor, dispatched: DispatchedTokens, tp_partial: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """EP group only: see :class:`AgRsAll2AllManager`."""
+        return self._manager().combine(expert_output, dispatched, tp_partial)
+
+    def _manager(self) -> AgRsAll2AllManager:
+        assert self.all2all_manager is not None, (
+            f"group {self.unique_name} does not exchange tokens; use get_ep_group()"
+        )
+        return self.all2all_manager
+
+    def destroy(self) -> None:
+        for group in (self.device_group, self.cpu_group):
+            if group is not None:
+                dist.destroy_process_group(group)
+        self.device_group = self.cpu_group = None
+
+
+_COMMUNICATORS: dict[str, type[DeviceCommunicatorBase]] = {
+    "cpu": CpuCommunicator,
+    "xpu": XpuCommunicator,
+    "cuda": CudaCommunicator,
+}
+
+_groups: dict[str, GroupCoordinator] = {}
+_owns_default_group = False
+_platform: Platform | None = None
+
+
+def _get(kind: str) -> GroupCoordinator:
+    assert kind in _groups, (
+        f"the {kind} group does not exist yet: call init_distributed_environment() and initialize_model_parallel()"
+    )
+    return _groups[kind]
+
+
+def get_world_group() -> GroupCoordinator:
+    return _get("world")
+
+
+def get_tp_group() -> GroupCoordinator:
+    return _get("tp")
+
+
+def get_dp_group() -> GroupCoordinator:
+    return _get("dp")
+
+
+def get_ep_group() -> GroupCoordinator:
+    """All ranks with expert parallelism, this rank alone without; dispatch and combine work on either."""
+    return _get("ep")
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    return get_tp_group().world_size
+
+
+def get_tensor_model_parallel_rank() -> int:
+    return get_tp_group().rank_in_group
+
+
+def get_data_parallel_world_size() -> int:
+    return get_dp_group().world_size
+
+
+def get_data_parallel_rank() -> int:
+    return get_dp_group().rank_in_group
+
+
+def model_parallel_is_initialized() -> bool:
+    return "tp" in _groups
+
+
+def _environment_number(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    try:
+        return int(text) if text else default
+    except ValueError:
+        raise ValueError(f"{name}={text!r} is not a number; start the ranks with torchrun, which sets it") from None
+
+
+def init_distributed_environment(
+    world_size: int = -1,
+    rank: int = -1,
+    distributed_init_method: str = "env://",
+    local_rank: int = -1,
+    backend: str | None = None,
+    platform: Platform | None = None,
+) -> None:
+    """Join the ranks' rendezvous and make the world group; a single process joins nothing.
+
+    Args:
+        world_size, rank, local_rank: -1 reads torchrun's WORLD_SIZE, RANK, LOCAL_RANK.
+        backend: of the device group; None takes the platform's.
+        platform: None takes ``current_platform``.
+
+    Raises:
+        ValueError: fewer devices than ranks on this node, or numbers that contradict each other; on every rank,
+            before any communication.
+    """
+    global _owns_default_group, _platform
+    if "world" in _groups:
+        return
+    _platform = platform = platform or platforms.current_platform
+    world_size = _environment_number("WORLD_SIZE", 1) if world_size == -1 else world_size
+    rank = _environment_number("RANK", 0) if rank == -1 else rank
+    local_rank = _environment_number("LOCAL_RANK", rank) if local_rank == -1 else local_rank
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} is outside a world of {world_size}: check RANK and WORLD_SIZE")
+    local_world_size = _environment_number("LOCAL_WORLD_SIZE", world_size)
+    platform.check_device_count(local_world_size)
+    device = platform.get_device(local_rank)
+    platform.set_device(device)
+    platform.report_environment()
+    if world_size > 1:
+        platform.import_dist_backend()
+        if not dist.is_initialized():
+            dist.init_process_group(
+                backend or platform.dist_backend,
+                init_method=distributed_init_method,
+                world_size=world_size,
+                rank=rank,
+                timeout=collective_timeout(),
+            )
+            _owns_default_group = True
+        if (dist.get_world_size(), dist.get_rank()) != (world_size, rank):
+            raise ValueError(
+                f"torch.distributed runs rank {dist.get_rank()} of {dist.get_world_size()}, but rank {rank} of "
+                f"{world_size} is asked for: destroy the old process group or correct RANK and WORLD_SIZE"
+            )
+    _groups["world"] = _make_group("world", [list(range(world_size))], rank, device, backend)
+
+
+def _make_group(
+    kind: str, rank_lists: list[list[int]], rank: int, device: torch.device, backend: str | None
+) -> GroupCoordinator:
+    """All ranks make all groups of a kind in one order; the one that holds ``rank`` is returned."""
+    assert _platform is not None
+    for index, ranks in enumerate(rank_lists):
+        device_group = cpu_group = None
+        if len(ranks) > 1:
+            device_group = dist.new_group(
+                ranks, timeout=collective_timeout(), backend=backend or _platform.dist_backend
+            )
+            cpu_group = dist.new_group(ranks, timeout=collective_timeout(), backend="gloo")
+        if rank in ranks:
+            mine = (f"{kind}:{index}", ranks, device_group, cpu_group)
+    name, ranks, device_group, cpu_group = mine
+    policies = _platform.policies
+    communicator = _COMMUNICATORS[policies.communicator](
+        cpu_group, device, device_group, name, ranks, rank, ordered_sums=policies.ordered_sums
+    )
+    return GroupCoordinator(name, ranks, rank, device, device_group, cpu_group, communicator)
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    data_parallel_size: int = 1,
+    enable_expert_parallel: bool = False,
+    backend: str | None = None,
+) -> None:
+    """Make the TP, DP and EP groups (see the module's text).
+
+    Raises:
+        ValueError: the world is not TP x DP ranks; on every rank, before any communication.
+    """
+    world = get_world_group()
+    tp, dp = tensor_model_parallel_size, data_parallel_size
+    check_world_size(world.world_size, tp, dp)
+    if model_parallel_is_initialized():
+        raise ValueError("the model parallel groups exist already: call destroy_model_parallel() first")
+    layouts = {
+        "tp": [[d * tp + t for t in range(tp)] for d in range(dp)],
+        "dp": [[d * tp + t for d in range(dp)] for t in range(tp)],
+        "ep": [list(range(tp * dp))] if enable_expert_parallel else [[r] for r in range(tp * dp)],
+    }
+    for kind, rank_lists in layouts.items():
+        _groups[kind] = _make_group(kind, rank_lists, world.rank, world.device, backend)
+    assert _platform is not None
+    ep = _groups["ep"]
+    ep.all2all_manager = AgRsAll2AllManager(ep, _groups["dp"], _groups["tp"], barrier=_platform.policies.moe_barrier)
+
+
+def check_world_size(world_size: int, tensor_parallel_size: int, data_parallel_size: int) -> None:
+    """Raise ``ValueError`` unless the world is exactly TP x DP ranks."""
+    needed = tensor_parallel_size * data_parallel_size
+    if world_size != needed:
+        raise ValueError(
+            f"world size {world_size} (WORLD_SIZE) is not tensor_parallel_size {tensor_parallel_size} x "
+            f"data_parallel_size {data_parallel_size} = {needed}: run torchrun --nproc-per-node={needed} or change the sizes"
+        )
+
+
+def ensure_model_parallel_initialized(
+    tensor_model_parallel_size: int = 1,
+    data_parallel_size: int = 1,
+    enable_expert_parallel: bool = False,
+    backend: str | None = None,
+) -> None:
+    """:func:`initialize_model_parallel`, or the check that the existing groups have these sizes."""
+    if not model_parallel_is_initialized():
+        initialize_model_parallel(tensor_model_parallel_size, data_parallel_size, enable_expert_parallel, backend)
+        return
+    expected_ep = tensor_model_parallel_size * data_parallel_size if enable_expert_parallel else 1
+    have = (get_tp_group().world_size, get_dp_group().world_size, get_ep_group().world_size)
+    want = (tensor_model_parallel_size, data_parallel_size, expected_ep)
+    if have != want:
+        raise ValueError(
+            f"this process already runs with (TP, DP, EP) sizes {have}, {want} is asked for: call "
+            "destroy_model_parallel() first"
+        )
+
+
+def destroy_model_parallel() -> None:
+    """Drop the TP, DP and EP groups."""
+    for kind in ("ep", "dp", "tp"):
+        if kind in _groups:
+            _groups.pop(kind).destroy()
+
+
+def destroy_distributed_environment() -> None:
+    """Drop all groups, and the default process group where this module made it. No collective is involved."""
+    global _owns_default_group, _platform
+    destroy_model_parallel()
+    if "world" in _groups:
+        _groups.pop("world").destroy()
+    if _owns_default_group and dist.is_initialized():
+        dist.destroy_process_group()
+    _owns_default_group = False
+    _platform = None
+    observer.reset_sequence_numbers()
+
+
+def cleanup_dist_env_and_memory() -> None:
+    """:func:`destroy_distributed_environment`, and return cached device memory."""
+    platform = _platform or platforms.current_platform
+    destroy_distributed_environment()
+    platform.empty_cache()

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one forward pass knows beyond its tensors, and where in the run this process is.
+
+Layers read the context by name (``get_forward_context().attn_metadata[layer_name]``), so a model file passes only
+activations. ``current_step`` and ``current_layer`` are plain module attributes: the attention and MoE layers set the
+latter in passing, and a failing collective quotes both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+current_step: int = -1
+current_layer: str = ""
+
+
+def set_current_step(step: int) -> None:
+    """Name the step that this process is in; -1 before the first."""
+    global current_step
+    current_step = step
+
+
+def set_current_layer(layer_name: str) -> None:
+    """Name the layer that is being computed; empty outside the model."""
+    global current_layer
+    current_layer = layer_name
+
+
+@dataclass(frozen=True)
+class DPMetadata:
+    """The token rows that every DP rank runs in this step, padding included.
+
+    ``num_tokens_across_dp_cpu``: int32 ``[dp_size]`` on the host, the same on all ranks.
+    """
+
+    num_tokens_across_dp_cpu: torch.Tensor
+    dp_rank: int
+
+    @staticmethod
+    def make(num_tokens_across_dp: Sequence[int] | torch.Tensor, dp_rank: int, num_tokens_padded: int) -> DPMetadata:
+        """The agreed counts; this rank's own entry must be the rows that it really runs (``num_tokens_padded``)."""
+        counts = torch.as_tensor(num_tokens_across_dp, dtype=torch.int32, device="cpu")
+        own = int(counts[dp_rank])
+        assert own == num_tokens_padded, (
+            f"DP rank {dp_rank} agreed on {own} rows (all ranks: {counts.tolist()}) but runs {num_tokens_padded}"
+        )
+        return DPMetadata(counts, dp_rank)
+
+    @property
+    def num_tokens_across_dp(self) -> tuple[int, ...]:
+        return tuple(self.num_tokens_across_dp_cpu.tolist())
+
+    def sp_local_sizes(self, sp_size: int) -> tuple[int, ...]:
+        """Rows that each EP rank sends when the ``sp_size`` TP ranks of a DP group share its rows.
+
+        Entry ``dp_rank * sp_size + tp_rank`` is ``ceil(rows / sp_size)``: [26, 30] over 2 gives (13, 13, 15, 15).
+        """
+        return sp_local_sizes(self.num_tokens_across_dp, sp_size)
+
+
+def sp_local_sizes(num_tokens_across_dp: Sequence[int], sp_size: int) -> tuple[int, ...]:
+    """See :meth:`DPMetadata.sp_local_sizes`."""
+    return tuple(-(-n // sp_size) for n in num_tokens_across_dp for _ in range(sp_size))
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """One forward pass.
+
+    Attributes:
+        attn_metadata: layer name → that layer's attention metadata; None in profiling runs.
+        static_forward_context: layer name → layer, as the model registered them.
+        dp_metadata: the rows of all DP ranks; None where each rank computes for itself (DP size 1).
+        batch_plan: the step's frozen plan, of the runner's own type.
+        is_dummy: the rows are all padding (idle rank, warm-up), so diagnostics stay silent.
+        additional: values of one backend's own.
+    """
+
+    attn_metadata: Mapping[str, Any] | None
+    static_forward_context: Mapping[str, Any] = field(default_factory=dict)
+    dp_metadata: DPMetadata | None = None
+    batch_plan: Any = None
+    is_dummy: bool = False
+    additional: Mapping[str, Any] = field(default_factory=dict)
+
+
+_context: ForwardContext | None = None
+
+
+def get_forward_context() -> ForwardContext:
+    """The running forward pass's context; asserts that there is one."""
+    assert _context is not None, "no forward context: call the model inside set_forward_context(...)"
+    return _context
+
+
+def is_forward_context_available() -> bool:
+    return _context is not None
+
+
+@contextmanager
+def set_forward_context(
+    attn_metadata: Mapping[str, Any] | None,
+    static_forward_context: Mapping[str, Any] | None = None,
+    *,
+    dp_metadata: DPMetadata | None = None,
+    batch_plan: Any = None,
+    is_dummy: bool = False,
+    step: int | None = None,
+    additional: Mapping[str, Any] | None = None,
+) -> Iterator[ForwardContext]:
+    """Run one forward pass under a context; ``step`` names it for diagnostics. Nested passes restore the outer one."""
+    global _context, current_layer
+    outer = _context
+    if step is not None:
+        set_current_step(step)
+    _context = ForwardContext(
+        attn_metadata, static_forward_context or {}, dp_metadata, batch_plan, is_dummy, additional or {}
+    )
+    try:
+        yield _context
+    finally:
+        _context = outer
+        current_layer = ""

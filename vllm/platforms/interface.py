@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine asks of a device type, and the parallel policies that come with it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from vllm import envs
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+
+@dataclass(frozen=True)
+class ParallelPolicies:
+    """How ranks stay in lockstep; defaults by platform, each field set from outside by its variable.
+
+    Attributes:
+        communicator: ``cpu``, ``xpu`` or ``cuda``: whose communicator class serves the groups.
+        pad_dp_to_max: with expert parallelism every DP rank runs the largest count (``VLLM_DP_PAD_TO_MAX``).
+        moe_barrier: device barrier before each MoE collective (``VLLM_MOE_BARRIER``).
+        async_scheduling_with_dp_ep: the next step may be scheduled while this one runs
+            (``VLLM_ASYNC_SCHEDULING_WITH_DP_EP``).
+        ordered_sums: sums over ranks in rank order, so that a row's result does not depend on its place in the batch
+            (``VLLM_ORDERED_SUMS``).
+    """
+
+    communicator: str
+    pad_dp_to_max: bool
+    moe_barrier: bool
+    async_scheduling_with_dp_ep: bool
+    ordered_sums: bool
+
+
+POLICIES: dict[str, ParallelPolicies] = {
+    "cpu": ParallelPolicies("cpu", False, False, True, True),
+    "cuda": ParallelPolicies("cuda", False, False, True, False),
+    "xpu": ParallelPolicies("xpu", True, True, False, False),
+}
+
+
+def policies_of(device_type: str) -> ParallelPolicies:
+    """The policies of ``VLLM_POLICIES`` or else of ``device_type``, with the variables that are set laid over them."""
+    name = envs.VLLM_POLICIES or device_type
+    if name not in POLICIES:
+        raise ValueError(f"VLLM_POLICIES={name!r}: choose one of {sorted(POLICIES)}")
+    overrides: dict[str, Any] = {}
+    for field in fields(ParallelPolicies):
+        value = getattr(envs, f"VLLM_{field.name.upper()}", None)
+        if value is not None:
+            overrides[field.name] = value
+    return replace(POLICIES[name], **overrides)
+
+
+class Platform:
+    """A device type. Subclasses name it and fill in what differs.
+
+    Attributes:
+        device_type: torch's name of it.
+        visible_devices_variable: the environment variable by which users mask devices; the runtime reads it before
+            indices are given out, so it is read here for messages only and never set.
+        environment_prefixes: variables that change how the backend communicates, printed once and never set.
+    """
+
+    device_type: str = ""
+    visible_devices_variable: str = ""
+    environment_prefixes: tuple[str, ...] = ()
+
+    @property
+    def dist_backend(self) -> str:
+        """Name of torch.distributed's backend for this device type."""
+        raise NotImplementedError
+
+    def import_dist_backend(self) -> None:
+        """Import what registers the backend, where torch does not bring it."""
+
+    def is_available(self) -> bool:
+        raise NotImplementedError
+
+    def device_count(self) -> int | None:
+        """Devices that this process sees; None where ranks share one."""
+        raise NotImplementedError
+
+    def device_name(self, device: torch.device) -> str:
+        raise NotImplementedError
+
+    def memory_info(self, device: torch.device) -> tuple[int, int]:
+        """(free, total) bytes."""
+        raise NotImplementedError
+
+    def synchronize(self) -> None:
+        """Wait for the device's queued work."""
+
+    def empty_cache(self) -> None:
+        """Return cached blocks to the device."""
+
+    def set_device(self, device: torch.device) -> None:
+        """Make it this process's current device."""
+
+    def warnings(self) -> list[str]:
+        """What is known to go wrong with the installed software on this platform."""
+        return []
+
+    @property
+    def policies(self) -> ParallelPolicies:
+        return policies_of(self.device_type)
+
+    def get_device(self, local_rank: int) -> torch.device:
+        """The device of a node's ``local_rank``: that index among the visible ones."""
+        return torch.device(self.device_type, local_rank)
+
+    def check_device_count(self, local_world_size: int) -> None:
+        """Raise ``ValueError`` when this node has fewer visible devices than ranks; all ranks come to the same answer."""
+        count = self.device_count()
+        if count is None or count >= local_world_size:
+            return
+        variable = self.visible_devices_variable
+        mask = os.environ.get(variable)
+        raise ValueError(
+            f"{local_world_size} ranks on this node need a {self.device_type} device each, but {count} are visible"
+            + (f" ({variable}={mask})" if mask is not None else "")
+            + f": start {count} ranks, or let every rank see all devices of its node (unset {variable} or list "
+            f"{local_world_size} devices in it); each rank takes the device of its LOCAL_RANK"
+        )
+
+    def report_environment(self) -> None:
+        """Log, once in this process, the backend's variables as they are in force, and the warnings."""
+        if self.device_type in _reported:
+            return
+        _reported.add(self.device_type)
+        if self.environment_prefixes:
+            names = sorted(name for name in os.environ if name.startswith(self.environment_prefixes))
+            effective = " ".join(f"{name}={os.environ[name]}" for name in names) or "none set"
+            logger.info("communication variables in force: %s", effective)
+        for text in self.warnings():
+            logger.warning("%s", text)
+
+
+_reported: set[str] = set()

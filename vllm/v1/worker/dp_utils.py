@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One agreement a step over the DP ranks: who has work, how many rows each runs, in which graph mode.
+
+``agree`` is pure; ``coordinate_batch_across_dp`` feeds it from one int32 reduction over the DP group's CPU twin. The
+TP ranks of a DP group hold the same requests and so reach the same agreement through their own DP groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, fields
+
+import torch
+
+from vllm.distributed.parallel_state import GroupCoordinator, get_dp_group
+from vllm.platforms import ParallelPolicies
+
+
+class LockstepError(RuntimeError):
+    """The DP ranks are not in the same step, or were started with different policies; raised on every rank."""
+
+
+@dataclass(frozen=True)
+class DPVote:
+    """What one DP rank brings to the agreement, as int32 columns.
+
+    Attributes:
+        num_tokens_unpadded: tokens scheduled on this rank; 0 when it is idle or could schedule nothing.
+        num_tokens_padded: rows that it needs at least, before graph sizes and DP padding.
+        cudagraph_mode: the highest mode that it could run; an idle rank votes the highest configured one.
+        has_unfinished: 1 while it holds requests that are not finished.
+        step: the step that it is in.
+        pad_to_max: 1 where its policy pads every rank to the largest count.
+    """
+
+    num_tokens_unpadded: int
+    num_tokens_padded: int
+    cudagraph_mode: int
+    has_unfinished: int
+    step: int
+    pad_to_max: int
+
+
+_FIELDS = len(fields(DPVote))
+
+
+@dataclass(frozen=True)
+class DPAgreement:
+    """What all DP ranks decided for this step; identical on all of them but for ``dp_rank``.
+
+    Attributes:
+        num_tokens_unpadded_across_dp: real tokens of each rank.
+        num_tokens_padded_across_dp: rows that each rank runs. At least 1 on every rank where any has tokens, so that
+            idle ranks run a dummy; all 0 where none has, and then nobody runs.
+        cudagraph_mode: the minimum over the ranks.
+        any_unfinished: whether any rank still holds requests; all stop in the same step.
+    """
+
+    num_tokens_unpadded_across_dp: tuple[int, ...]
+    num_tokens_padded_across_dp: tuple[int, ...]
+    cudagraph_mode: int
+    any_unfinished: bool
+    step: int
+    dp_rank: int
+
+    @property
+    def should_run(self) -> bool:
+        return self.num_tokens_padded > 0
+
+    @property
+    def num_tokens_unpadded(self) -> int:
+        return self.num_tokens_unpadded_across_dp[self.dp_rank]
+
+    @property
+    def num_tokens_padded(self) -> int:
+        return self.num_tokens_padded_across_dp[self.dp_rank]
+
+    @property
+    def is_dummy(self) -> bool:
+        """This rank runs padding rows only."""
+        return self.should_run and self.num_tokens_unpadded == 0
+
+
+def pads_to_max(policies: ParallelPolicies, enable_expert_parallel: bool, dp_size: int) -> bool:
+    """Whether every DP rank runs the largest count, graph mode or not: the policy, where ranks exchange tokens."""
+    return policies.pad_dp_to_max and enable_expert_parallel and dp_size > 1
+
+
+def agree(votes: Sequence[DPVote], dp_rank: int, bucket: Callable[[int], int] | None = None) -> DPAgreement:
+    """The agreement that follows from all ranks' votes.
+
+    Args:
+        votes: of every DP rank, in rank order.
+        dp_rank: this rank.
+        bucket: rows → the captured size that holds them. Used when the agreed mode is a graph mode: then all ranks
+            run ``bucket(largest)`` rows, so that all of them replay one graph.
+
+    Raises:
+        LockstepError: the votes come from different steps or different policies.
+    """
+    steps = [vote.step for vote in votes]
+    if len(set(steps)) > 1:
+        latest = max(steps)
+        behind = {rank: step for rank, step in enumerate(steps) if step != latest}
+        raise LockstepError(
+            f"DP ranks are in different steps: {steps} by DP rank; behind step {latest}: {behind} (DP rank: step). A rank "
+            "skipped a step or ran one too many"
+        )
+    if len({vote.pad_to_max for vote in votes}) > 1:
+        raise LockstepError(
+            f"DP ranks have different padding policies: {[vote.pad_to_max for vote in votes]} by DP rank; set "
+            "VLLM_DP_PAD_TO_MAX and VLLM_POLICIES alike on all ranks"
+        )
+    unpadded = tuple(vote.num_tokens_unpadded for vote in votes)
+    mode = min(vote.cudagraph_mode for vote in votes)
+    if not any(unpadded):
+        padded = (0,) * len(votes)
+    else:
+        padded = tuple(max(vote.num_tokens_padded, 1) for vote in votes)
+        if mode > 0 and bucket is not None:
+            size = bucket(max(padded))
+            assert size >= max(padded), f"captured size {size} does not hold {max(padded)} rows"
+            padded = (size,) * len(votes)
+        elif mode > 0 or votes[0].pad_to_max:
+            padded = (max(padded),) * len(votes)
+    return DPAgreement(unpadded, padded, mode, any(vote.has_unfinished for vote in votes), steps[0], dp_rank)
+
+
+def coordinate_batch_across_dp(
+    num_tokens_unpadded: int,
+    *,
+    step: int,
+    has_unfinished: bool,
+    num_tokens_padded: int | None = None,
+    cudagraph_mode: int = 0,
+    pad_to_max: bool = False,
+    bucket: Callable[[int], int] | None = None,
+    dp_group: GroupCoordinator | None = None,
+) -> DPAgreement:
+    """Agree on this step with the other DP ranks; every rank must call it in every step, whatever it holds.
+
+    Args:
+        num_tokens_unpadded: tokens that this rank scheduled, 0 when idle.
+        step: number of the step, counted alike on all ranks.
+        has_unfinished: this rank still holds requests.
+        num_tokens_padded: rows that this rank needs at least; None means as many as it has tokens.
+        cudagraph_mode: see :class:`DPVote`.
+        pad_to_max: see :func:`pads_to_max`.
+        bucket: see :func:`agree`.
+        dp_group: None takes the DP group. A group of one costs no collective.
+    """
+    group = dp_group or get_dp_group()
+    if num_tokens_padded is None:
+        num_tokens_padded = num_tokens_unpadded
+    assert num_tokens_padded >= num_tokens_unpadded >= 0, f"{num_tokens_padded} rows for {num_tokens_unpadded} tokens"
+    own = DPVote(
+        num_tokens_unpadded, num_tokens_padded, int(cudagraph_mode), int(has_unfinished), step, int(pad_to_max)
+    )
+    if group.world_size == 1:
+        return agree([own], 0, bucket)
+    table = torch.zeros((group.world_size, _FIELDS), dtype=torch.int32)
+    table[group.rank_in_group] = torch.tensor(astuple(own), dtype=torch.int32)
+    group.cpu_all_reduce(table, "coordinate_batch_across_dp")
+    return agree([DPVote(*row) for row in table.tolist()], group.rank_in_group, bucket)
