@@ -131,15 +131,22 @@ class BlockPool:
             assert len(set(blocks)) == len(blocks), f"request {request_id} holds a block twice: {blocks}"
             for block in blocks:
                 counts[block] += 1
-        wrong = {
-            block: f"{recorded} recorded, held by {[r for r, held in holders.items() if block in held]}"
-            for block, (recorded, count) in enumerate(zip(self.ref_counts, counts, strict=True))
-            if recorded != count
-        }
-        assert not wrong, f"blocks leaked or shared by mistake (reference counts): {wrong}"
-        free = [*self.blank, *self.evictable]
-        expected = [block for block in range(1, self.num_blocks) if counts[block] == 0]
-        assert sorted(free) == expected, (
-            f"free blocks: {sorted(set(expected) - set(free))} leaked, {sorted(set(free) - set(expected))} free while "
-            f"held, {sorted({b for b in free if free.count(b) > 1})} free twice"
-        )
+        if self.ref_counts != counts:
+            wrong = {
+                block: f"{recorded} recorded, held by {[r for r, held in holders.items() if block in held]}"
+                for block, (recorded, count) in enumerate(zip(self.ref_counts, counts, strict=True))
+                if recorded != count
+            }
+            raise AssertionError(f"blocks leaked or shared by mistake (reference counts): {wrong}")
+        free, held = [*self.blank, *self.evictable], {block for blocks in holders.values() for block in blocks}
+        free_once = set(free)
+        wrong_free = free_once & (held | {NULL_BLOCK_ID})
+        assert not wrong_free, f"blocks free while held, or the null block: {sorted(wrong_free)}"
+        assert len(free) == len(free_once), f"blocks free twice: {sorted({b for b in free if free.count(b) > 1})}"
+        if len(free) + len(held) != self.num_blocks - 1:
+            raise AssertionError(f"blocks leaked: {sorted(set(range(1, self.num_blocks)) - free_once - held)}")
+        assert self.keys.keys() == self.prefix_ids.keys(), "a block is cached without a prefix id"
+        assert {key: block for block, key in self.keys.items()} == self.cached, "a block is found under another's key"
+        blank_cached, evictable_blank = self.keys.keys() & set(self.blank), self.evictable.keys() - self.keys.keys()
+        assert not blank_cached, f"blocks cached but in the blank list: {sorted(blank_cached)}"
+        assert not evictable_blank, f"blocks evictable but not cached: {sorted(evictable_blank)}"

@@ -163,6 +163,7 @@ class Scheduler:
         requests, counts = scheduler_output.requests, scheduler_output.num_scheduled_tokens
         sampled = runner_output.sampled_token_ids
         assert len(sampled) == len(requests), f"{len(sampled)} rows of sampled tokens for {len(requests)} requests"
+        scored = runner_output.prompt_logprobs
         outputs: list[EngineCoreOutput] = []
         any_ended = False
         for request, count, token_ids in zip(requests, counts, sampled, strict=True):
@@ -180,7 +181,7 @@ class Scheduler:
                 )
                 if caching and computed // block_size > request.num_cached_blocks:
                     self.kv_cache_manager.cache_computed(request)
-                prompt_logprobs = self._new_prompt_logprobs(request, start, runner_output)
+                prompt_logprobs = self._new_prompt_logprobs(request, start, scored) if scored else None
                 ended = None
                 if token_ids:
                     all_token_ids += token_ids
@@ -206,9 +207,9 @@ class Scheduler:
         return outputs
 
     @staticmethod
-    def _new_prompt_logprobs(request: Request, start: int, output: ModelRunnerOutput) -> LogprobsLists | None:
+    def _new_prompt_logprobs(request: Request, start: int, scored: dict[str, LogprobsLists]) -> LogprobsLists | None:
         """The rows that the request was not given before: after a preemption the prompt is scored again."""
-        rows = output.prompt_logprobs.get(request.request_id) if output.prompt_logprobs else None
+        rows = scored.get(request.request_id)
         if rows is None:
             return None
         known = min(max(request.num_prompt_logprobs - start, 0), len(rows.token_ids))
