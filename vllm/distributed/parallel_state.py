@@ -343,7 +343,8 @@ def check_world_size(world_size: int, tensor_parallel_size: int, data_parallel_s
     if world_size != needed:
         raise ValueError(
             f"world size {world_size} (WORLD_SIZE) is not tensor_parallel_size {tensor_parallel_size} x "
-            f"data_parallel_size {data_parallel_size} = {needed}: run torchrun --nproc-per-node={needed} or change the sizes"
+            f"data_parallel_size {data_parallel_size} = {needed}: run torchrun --nproc-per-node={needed} or change the "
+            "sizes"
         )
 
 

@@ -114,7 +114,7 @@ class Platform:
         return torch.device(self.device_type, local_rank)
 
     def check_device_count(self, local_world_size: int) -> None:
-        """Raise ``ValueError`` when this node has fewer visible devices than ranks; all ranks come to the same answer."""
+        """Raise ``ValueError``, on every rank alike, when this node has fewer visible devices than ranks."""
         count = self.device_count()
         if count is None or count >= local_world_size:
             return
@@ -134,8 +134,9 @@ class Platform:
         _reported.add(self.device_type)
         if self.environment_prefixes:
             names = sorted(name for name in os.environ if name.startswith(self.environment_prefixes))
-            effective = " ".join(f"{name}={os.environ[name]}" for name in names) or "none set"
-            logger.info("communication variables in force: %s", effective)
+            if names:
+                effective = " ".join(f"{name}={os.environ[name]}" for name in names)
+                logger.info("communication variables in force: %s", effective)
         for text in self.warnings():
             logger.warning("%s", text)
 

@@ -44,8 +44,8 @@ class XpuPlatform(Platform):
             importlib.import_module("oneccl_bindings_for_pytorch")
         except ImportError as error:
             raise ValueError(
-                f"torch {torch.__version__} has no XCCL and oneccl_bindings_for_pytorch is not installed: install a torch "
-                "XPU build from 2.8 on, or the bindings that match this torch"
+                f"torch {torch.__version__} has no XCCL and oneccl_bindings_for_pytorch is not installed: install a "
+                "torch XPU build from 2.8 on, or the bindings that match this torch"
             ) from error
 
     def is_available(self) -> bool:

@@ -103,8 +103,8 @@ def agree(votes: Sequence[DPVote], dp_rank: int, bucket: Callable[[int], int] | 
         latest = max(steps)
         behind = {rank: step for rank, step in enumerate(steps) if step != latest}
         raise LockstepError(
-            f"DP ranks are in different steps: {steps} by DP rank; behind step {latest}: {behind} (DP rank: step). A rank "
-            "skipped a step or ran one too many"
+            f"DP ranks are in different steps: {steps} by DP rank; behind step {latest}: {behind} (DP rank: step). A "
+            "rank skipped a step or ran one too many"
         )
     if len({vote.pad_to_max for vote in votes}) > 1:
         raise LockstepError(
