@@ -51,5 +51,5 @@ def collect_weight_specs(root: nn.Module) -> list[WeightSpec]:
     for module in root.modules():
         if module is root or not hasattr(module, "weight_specs"):
             continue
-        specs += [s if s.owner is not None else dataclasses.replace(s, owner=module) for s in module.weight_specs()]
+        specs += [s if s.owner is not None else dataclasses.replace(s, owner=module) for s in module.weight_specs()]  # type: ignore[operator]
     return specs

@@ -1,1 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Build a model and fill it from a Hugging Face folder, a hub id, a GGUF file, or with dummy weights."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import nn
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader.weight_utils import (
+    StoredTensor,
+    dummy_tensors,
+    load_weights,
+    match_specs,
+    read_safetensors,
+    resolve_model_path,
+    safetensors_files,
+)
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.model_executor.parameter import WeightSpec
+
+logger = init_logger(__name__)
+
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+
+
+def get_model(vllm_config: VllmConfig) -> nn.Module:
+    """The model of ``vllm_config``, in eval mode, its weights loaded and processed.
+
+    The module is built under ``torch.device("meta")``; its weights come through its ``WeightSpec``s. Names and shapes
+    are checked against the files' headers before any data is read. Raises FileNotFoundError for a model, config or
+    weights that are not there, ValueError for files that are corrupt or do not fit the model.
+    """
+    config = vllm_config.model_config
+    if config.load_format not in LOAD_FORMATS:
+        raise ValueError(f"load_format={config.load_format!r}: choose one of {', '.join(LOAD_FORMATS)}")
+    start = time.perf_counter()
+    model_cls, _ = ModelRegistry.resolve_model_cls(config.architecture)
+    with torch.device("meta"):
+        model = model_cls(vllm_config=vllm_config, prefix="")
+    specs: list[WeightSpec] = model.weight_specs()  # type: ignore[operator]
+    origin: str
+    stored: list[StoredTensor]
+    if config.load_format == "dummy":
+        origin, stored = "dummy weights", dummy_tensors(specs, config.seed)
+    else:
+        path = resolve_model_path(config.model, config.revision)
+        origin = str(path)
+        if path.is_file():
+            from vllm.model_executor.model_loader.gguf_loader import gguf_tensors
+
+            stored = gguf_tensors(path)
+        elif config.load_format == "gguf":
+            raise ValueError(f"load_format='gguf' but model={config.model!r} is a folder; give the .gguf file's path")
+        else:
+            stored = read_safetensors(safetensors_files(path))
+    pairs = match_specs(specs, stored, getattr(model, "ignored_weights", ()), origin)
+    with torch.no_grad():
+        load_weights(model, pairs, config.dtype)
+    hollow = [name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
+    assert not hollow, f"{len(hollow)} tensors have no data after {len(pairs)} were loaded: {hollow}"
+    logger.info("%d tensors of %s loaded in %.2f s", len(pairs), origin, time.perf_counter() - start)
+    return model.eval()
+
+
+__all__ = ["LOAD_FORMATS", "get_model"]

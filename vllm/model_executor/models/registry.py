@@ -27,7 +27,9 @@ class _ModelRegistry:
             if not (module and colon and name.isidentifier()):
                 raise ValueError(f"model_cls={model_cls!r} of {model_arch}: give a class or 'module:class'")
         elif not (isinstance(model_cls, type) and issubclass(model_cls, nn.Module)):
-            raise ValueError(f"model_cls={model_cls!r} of {model_arch} is no nn.Module class: give a class or 'module:class'")
+            raise ValueError(
+                f"model_cls={model_cls!r} of {model_arch} is no nn.Module class: give a class or 'module:class'"
+            )
         self._known[model_arch] = model_cls
 
     def resolve_model_cls(self, architectures: str | Iterable[str]) -> tuple[type[nn.Module], str]:

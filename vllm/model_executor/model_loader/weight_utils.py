@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a checkpoint's files to a module's weights: find, validate by headers, then stream tensor by tensor."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from vllm.model_executor.parameter import WeightSpec
+
+_INDEX = "model.safetensors.index.json"
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor as a file holds it.
+
+    read: ``read(dtype)`` returns the whole tensor, contiguous, on CPU, in memory of its own.
+    unreadable: why the tensor cannot be used (its storage type), or None.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    read: Callable[[torch.dtype], torch.Tensor]
+    unreadable: str | None = None
+
+
+def resolve_model_path(model: str, revision: str | None = None) -> Path:
+    """The local folder or GGUF file of ``model``: a path, or a hub id whose snapshot is fetched or found in the cache.
+
+    ``HF_HUB_OFFLINE=1`` keeps ``huggingface_hub`` to its cache. Raises FileNotFoundError when there is no such model.
+    """
+    path = Path(model).expanduser()
+    if path.exists():
+        return path
+    if model.endswith(".gguf") or model.startswith((".", "~", os.sep)) or not 1 <= len(path.parts) <= 2:
+        raise FileNotFoundError(
+            f"model={model!r}: no such file or folder; give a folder with config.json, or a .gguf file"
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=_HUB_PATTERNS))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise FileNotFoundError(
+            f"model={model!r} is no local folder and its hub snapshot (revision={revision}) cannot be had: {error}. "
+            f"Give a local path, or check the id, the network and HF_HUB_OFFLINE={os.environ.get('HF_HUB_OFFLINE')}"
+        ) from error
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder, those of its index where it has one.
+
+    Raises FileNotFoundError naming what the folder lacks, ValueError for an unreadable index or for weights that are
+    stored only as pickles.
+    """
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} has no config.json; give the folder of a Hugging Face model")
+    index = folder / _INDEX
+    if index.is_file():
+        try:
+            files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ValueError(f"{index} is no safetensors index ({error!r}); fetch it again") from error
+        lacking = [file.name for file in files if not file.is_file()]
+        if lacking:
+            raise FileNotFoundError(f"{folder} lacks {', '.join(lacking)}, which {_INDEX} lists; fetch them again")
+        return files
+    single = folder / "model.safetensors"
+    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if files:
+        return files
+    pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
+    if pickles:
+        raise ValueError(
+            f"{folder} has its weights only as pickles ({', '.join(pickles)}), which are not read; convert them: "
+            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+        )
+    ggufs = sorted(p.name for p in folder.glob("*.gguf"))
+    hint = f"; to load {ggufs[0]}, give that file's path" if ggufs else ""
+    raise FileNotFoundError(f"{folder} has no weights: neither *.safetensors nor {_INDEX}{hint}")
+
+
+def read_range(file: Path, offset: int, size: int) -> torch.Tensor:
+    """``size`` bytes of ``file`` from ``offset``, as a uint8 tensor of its own.
+
+    Plain reads, not a mapping: pages of a mapped file count as this process's memory until it is unmapped, and a
+    file cut short under a mapping kills the process.
+    """
+    data = torch.empty(size, dtype=torch.uint8)
+    with file.open("rb") as stream:
+        stream.seek(offset)
+        found = stream.readinto(data.numpy().data)
+    if found != size:
+        raise ValueError(f"{file} ends {size - found} bytes before its header says; fetch the file again")
+    return data
+
+
+def read_safetensors(files: Sequence[Path]) -> list[StoredTensor]:
+    """Every tensor of ``files``, in storage order; reads the headers only."""
+    tensors: list[StoredTensor] = []
+    for file in files:
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(
+                f"{file} is truncated, corrupt or no safetensors file ({error}); fetch it again "
+                "(with git lfs, when it is a pointer file)"
+            ) from error
+        with file.open("rb") as stream:
+            header_size = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(header_size))
+        header.pop("__metadata__", None)
+        tensors += [
+            _stored(name, entry, file, 8 + header_size)
+            for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"])
+        ]
+    return tensors
+
+
+def _stored(name: str, entry: dict, file: Path, data_start: int) -> StoredTensor:
+    begin, end = entry["data_offsets"]
+    kind = _FLOATS.get(entry["dtype"])
+
+    def read(dtype: torch.dtype) -> torch.Tensor:
+        assert kind is not None, f"{name} is stored as {entry['dtype']}"
+        data = read_range(file, data_start + begin, end - begin)
+        return data.view(kind).view(entry["shape"]).to(dtype)
+
+    unreadable = None if kind is not None else f"stored as {entry['dtype']}"
+    return StoredTensor(name, tuple(entry["shape"]), read, unreadable)
+
+
+def dummy_tensors(specs: Sequence[WeightSpec], seed: int) -> list[StoredTensor]:
+    """Random weights for every required spec, the same for a name and seed in every parallel layout.
+
+    Matrices are uniform with variance 1 / last dimension, so that activations neither vanish nor grow with depth;
+    vectors (norms, biases) are uniform in [0.5, 1.5).
+    """
+
+    def stored(name: str, shape: tuple[int, ...]) -> StoredTensor:
+        def read(dtype: torch.dtype) -> torch.Tensor:
+            digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            unit = torch.rand(shape, generator=generator, dtype=torch.float32)
+            if len(shape) < 2:
+                return unit.add_(0.5).to(dtype)
+            return unit.sub_(0.5).mul_(math.sqrt(12.0 / shape[-1])).to(dtype)
+
+        return StoredTensor(name, shape, read)
+
+    return [stored(spec.name, tuple(spec.shape)) for spec in specs if not spec.optional]
+
+
+def match_specs(
+    specs: Sequence[WeightSpec], stored: Sequence[StoredTensor], ignored: Sequence[str], origin: str
+) -> list[tuple[WeightSpec, StoredTensor]]:
+    """Each needed spec with its stored tensor, in storage order.
+
+    Raises one ValueError that names every missing, extra, misshapen, unreadable or twice stored tensor of ``origin``.
+    ``ignored`` are regular expressions (``re.search``) of stored tensors that are rightly unused.
+    """
+    wanted = {spec.name: spec for spec in specs}
+    twice = [name for name, count in Counter(spec.name for spec in specs).items() if count > 1]
+    assert not twice, f"{len(specs)} specs for {len(wanted)} tensors: several modules want {twice}"
+    found = Counter(tensor.name for tensor in stored)
+    faults = {
+        "stored twice": [name for name, count in found.items() if count > 1],
+        "missing": [spec.name for spec in specs if not spec.optional and spec.name not in found],
+        "extra": [
+            f"{tensor.name} {tensor.shape}"
+            for tensor in stored
+            if tensor.name not in wanted and not any(re.search(pattern, tensor.name) for pattern in ignored)
+        ],
+        "misshapen": [
+            f"{tensor.name}: expected {tuple(wanted[tensor.name].shape)}, found {tensor.shape}"
+            for tensor in stored
+            if tensor.name in wanted and tuple(wanted[tensor.name].shape) != tensor.shape
+        ],
+        "unreadable": [
+            f"{tensor.name}: {tensor.unreadable}" for tensor in stored if tensor.name in wanted and tensor.unreadable
+        ],
+    }
+    if any(faults.values()):
+        lines = [f"{len(names)} {kind}: {'; '.join(names)}" for kind, names in faults.items() if names]
+        raise ValueError(
+            f"the tensors of {origin} do not fit the model that its config describes:\n  "
+            + "\n  ".join(lines)
+            + "\nGive a checkpoint and config of the same model, with unquantised float weights"
+        )
+    return [(wanted[t.name], t) for t in stored if t.name in wanted and wanted[t.name].needed]
+
+
+def load_weights(model: nn.Module, pairs: Sequence[tuple[WeightSpec, StoredTensor]], dtype: torch.dtype) -> None:
+    """Hand every tensor to its spec, one at a time, and let each module process its weights once it has them all.
+
+    ``dtype`` serves specs without one. Beside the model itself at most one stored tensor, its cast and the modules
+    that have only part of their tensors are in memory.
+    """
+    pending = Counter(id(spec.owner) for spec, _ in pairs)
+    processed: set[int] = set()
+
+    def process(module: nn.Module) -> None:
+        hook: Any = getattr(module, "process_weights_after_loading", None)
+        if hook is not None:
+            hook()
+        processed.add(id(module))
+
+    for spec, tensor in pairs:
+        assert spec.owner is not None, f"{spec.name} has no owner; list specs with collect_weight_specs"
+        spec.take(tensor.read(spec.dtype or dtype))
+        pending[id(spec.owner)] -= 1
+        if not pending[id(spec.owner)]:
+            process(spec.owner)
+    for module in model.modules():
+        if id(module) not in processed:
+            process(module)
