@@ -1,0 +1,564 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: PT018
+"""CPU kernels, each beside its plain torch twin ``*_ref``, which is also what runs where no kernel can be built.
+
+Shape letters: T tokens (rows), N output features, K input features, H query heads, J key/value heads, D head size or
+model width, R requests, E experts, S experts of a token, I intermediate size of an expert.
+
+All kernels take float32, bfloat16 or float16 and sum in float32. A row's result depends neither on the other rows of
+the batch, nor on its place, nor on the number of threads: bitwise (the twins promise this within rounding only).
+Shapes that contradict each other are an ``AssertionError`` with both numbers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllm.csrc import build
+
+_threads = torch.get_num_threads
+
+
+class _DtypeCodes(dict[torch.dtype, int]):
+    def __missing__(self, dtype: torch.dtype) -> int:
+        raise ValueError(f"the CPU kernels know {[str(d) for d in self]}, not {dtype}; cast the tensors first")
+
+
+_CODE = _DtypeCodes({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})
+
+_C_TYPES = {"i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float, "p": ctypes.c_void_p}
+_SIGNATURES = {
+    "vc_panel_width": "",
+    "vc_pack": "i ll pl p i",
+    "vc_linear": "ii lll pl p p pl i",
+    "vc_embedding": "i lll p p p i",
+    "vc_rms_norm": "ii lll pll pl p f pll i",
+    "vc_silu_and_mul": "i ll pl pl i",
+    "vc_rotary": "i lllll p pll pll p i",
+    "vc_reshape_and_cache": "lllll pll pll pll pll p i",
+    "vc_paged_attention": "i pll pll pll pl p p llllllll f l pll i",
+    "vc_fused_experts": "ii lllll pl p p p p pl i",
+}
+
+
+@functools.cache
+def _kernels() -> Any:
+    """The loaded library, or None where the twins run."""
+    library = build.load()
+    if library is not None:
+        for name, letters in _SIGNATURES.items():
+            getattr(library, name).argtypes = [_C_TYPES[letter] for letter in letters.replace(" ", "")]
+    return library
+
+
+def kernels_available() -> bool:
+    """Whether the C++ kernels run in this process (builds them on the first call)."""
+    return _kernels() is not None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Linear layers
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A linear layer's weight [N, K] in the layout that ``linear`` reads.
+
+    ``kind``: "panels" for the own kernel (``data`` is flat), "plain" for torch (``data`` is the [N, K] weight itself).
+    """
+
+    N: int
+    K: int
+    dtype: torch.dtype
+    data: Tensor
+    kind: str
+
+
+def _packed_size(N: int, K: int, dtype: torch.dtype) -> int:
+    width = _kernels().vc_panel_width()
+    return -(-N // width) * width * (K + K % 2 if dtype is torch.bfloat16 else K)
+
+
+def _pack_into(weight_NK: Tensor, out: Tensor) -> None:
+    N, K = weight_NK.shape
+    assert weight_NK.stride(1) == 1 or K == 1, f"weight rows must be contiguous, stride is {weight_NK.stride(1)}"
+    _kernels().vc_pack(
+        _CODE[weight_NK.dtype], N, K, weight_NK.data_ptr(), weight_NK.stride(0), out.data_ptr(), _threads()
+    )
+
+
+def pack_linear_weight(weight_NK: Tensor) -> PackedWeight:
+    """Packs a weight [N, K] (float32, bfloat16, float16; rows contiguous). The original may be freed afterwards."""
+    N, K = weight_NK.shape
+    dtype = weight_NK.dtype
+    if _kernels() is None:
+        return PackedWeight(N, K, dtype, weight_NK, "plain")
+    _CODE[dtype]
+    data = torch.empty(_packed_size(N, K, dtype), dtype=dtype)
+    _pack_into(weight_NK, data)
+    return PackedWeight(N, K, dtype, data, "panels")
+
+
+def linear_ref(x_TK: Tensor, packed: PackedWeight, bias_N: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Twin of ``linear`` for a "plain" weight."""
+    y = F.linear(x_TK, packed.data, bias_N)
+    return y if out is None else out.copy_(y)
+
+
+def linear(x_TK: Tensor, packed: PackedWeight, bias_N: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias`` -> [T, N].
+
+    Args:
+        x_TK: [T, K] of the weight's dtype, T from 0; its rows may be further apart than K.
+        bias_N: [N] of the weight's dtype.
+        out: [T, N], rows contiguous, of the weight's dtype or float32 (then the sums are not rounded).
+    """
+    if packed.kind == "plain":
+        return linear_ref(x_TK, packed, bias_N, out)
+    T, K = x_TK.shape
+    N, dtype = packed.N, packed.dtype
+    assert K == packed.K and x_TK.dtype is dtype, f"input is {K} x {x_TK.dtype}, weight is {packed.K} x {dtype}"
+    assert x_TK.stride(1) == 1 or K == 1, f"input rows must be contiguous, stride is {x_TK.stride(1)}"
+    if out is None:
+        out = torch.empty((T, N), dtype=dtype)
+    else:
+        assert out.shape == (T, N) and out.stride(1) == 1, f"out is {out.shape} {out.stride()}, needed {(T, N)}"
+    bias = 0
+    if bias_N is not None:
+        assert bias_N.shape == (N,) and bias_N.dtype is dtype and bias_N.is_contiguous(), (
+            f"bias is {bias_N.shape} {bias_N.dtype}, needed {(N,)} {dtype}"
+        )
+        bias = bias_N.data_ptr()
+    if T:
+        _kernels().vc_linear(
+            _CODE[dtype], _CODE[out.dtype], T, N, K, x_TK.data_ptr(), x_TK.stride(0), packed.data.data_ptr(), bias,
+            out.data_ptr(), out.stride(0), _threads(),
+        )  # fmt: skip
+    return out
+
+
+def embedding_ref(ids_T: Tensor, packed: PackedWeight) -> Tensor:
+    """Twin of ``embedding`` for a "plain" weight."""
+    return F.embedding(ids_T, packed.data)
+
+
+def embedding(ids_T: Tensor, packed: PackedWeight) -> Tensor:
+    """Rows ``ids`` (int64 [T], each in [0, N)) of a packed weight -> [T, K]: tied embeddings need no second copy."""
+    if packed.kind == "plain":
+        return embedding_ref(ids_T, packed)
+    assert ids_T.dtype is torch.int64 and ids_T.dim() == 1, f"ids are {ids_T.shape} {ids_T.dtype}, needed int64 [T]"
+    ids_T = ids_T.contiguous()
+    T = ids_T.shape[0]
+    out = torch.empty((T, packed.K), dtype=packed.dtype)
+    bad = _kernels().vc_embedding(
+        _CODE[packed.dtype], T, packed.N, packed.K, ids_T.data_ptr(), packed.data.data_ptr(), out.data_ptr(), _threads()
+    )
+    assert not bad, f"ids from {ids_T.min()} to {ids_T.max()} do not fit {packed.N} rows"
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Row-wise operations
+
+
+def rms_norm_ref(x: Tensor, weight_D: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """Twin of ``rms_norm``."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    y = weight_D * y.to(x.dtype) if weight_D.dtype is x.dtype else (weight_D * y).to(x.dtype)
+    return y if out is None else out.copy_(y)
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, with the roundings of transformers.
+
+    Args:
+        x: [T, D], or [T, H, D] as a view into wider rows; the last dimension contiguous.
+        weight_D: [D] of x's dtype: applied to the normalised value after that is rounded (Llama). float32 beside a
+            narrower x: applied before the one rounding (the ``1 + weight`` of Gemma and Qwen3.5, folded by the caller).
+        out: of x's shape and dtype, may be x itself.
+    """
+    kernels = _kernels()
+    if kernels is None:
+        return rms_norm_ref(x, weight_D, eps, out)
+    D = x.shape[-1]
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype)
+    assert out.shape == x.shape and out.dtype is x.dtype, f"out is {out.shape} {out.dtype}, x {x.shape} {x.dtype}"
+    assert weight_D.shape == (D,) and weight_D.dtype in (x.dtype, torch.float32), (
+        f"weight is {weight_D.shape} {weight_D.dtype}, x {x.shape} {x.dtype}"
+    )
+    assert x.stride(-1) == 1 and out.stride(-1) == 1, f"last strides are {x.stride(-1)}, {out.stride(-1)}, needed 1"
+    if x.dim() == 2:
+        n0, n1, x0, x1, o0, o1 = x.shape[0], 1, x.stride(0), 0, out.stride(0), 0
+    else:
+        assert x.dim() == 3, f"x has {x.dim()} dimensions, needed 2 or 3"
+        n0, n1 = x.shape[:2]
+        x0, x1, o0, o1 = x.stride(0), x.stride(1), out.stride(0), out.stride(1)
+    kernels.vc_rms_norm(
+        _CODE[x.dtype], _CODE[weight_D.dtype], n0, n1, D, x.data_ptr(), x0, x1, 0, 0, weight_D.data_ptr(), eps,
+        out.data_ptr(), o0, o1, _threads(),
+    )  # fmt: skip
+    return out
+
+
+def fused_add_rms_norm_ref(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Twin of ``fused_add_rms_norm``."""
+    residual_TD += x_TD
+    return rms_norm_ref(residual_TD, weight_D, eps), residual_TD
+
+
+def fused_add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``residual += x`` in place, rounded to its dtype; returns (rms_norm(residual), residual), both [T, D]."""
+    kernels = _kernels()
+    if kernels is None:
+        return fused_add_rms_norm_ref(x_TD, residual_TD, weight_D, eps)
+    T, D = x_TD.shape
+    dtype = x_TD.dtype
+    assert residual_TD.shape == (T, D) and residual_TD.dtype is dtype, (
+        f"residual is {residual_TD.shape} {residual_TD.dtype}, x {x_TD.shape} {dtype}"
+    )
+    assert weight_D.shape == (D,) and weight_D.dtype in (dtype, torch.float32), (
+        f"weight is {weight_D.shape} {weight_D.dtype}, x {x_TD.shape} {dtype}"
+    )
+    assert x_TD.stride(1) == 1 and residual_TD.stride(1) == 1, (
+        f"last strides are {x_TD.stride(1)}, {residual_TD.stride(1)}, needed 1"
+    )
+    out = torch.empty((T, D), dtype=dtype)
+    kernels.vc_rms_norm(
+        _CODE[dtype], _CODE[weight_D.dtype], T, 1, D, x_TD.data_ptr(), x_TD.stride(0), 0, residual_TD.data_ptr(),
+        residual_TD.stride(0), weight_D.data_ptr(), eps, out.data_ptr(), D, 0, _threads(),
+    )  # fmt: skip
+    return out, residual_TD
+
+
+def silu_and_mul_ref(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """Twin of ``silu_and_mul``."""
+    gate, up = x.chunk(2, dim=-1)
+    y = F.silu(gate) * up
+    return y if out is None else out.copy_(y)
+
+
+def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """[T, 2 * D] = [gate, up] -> ``silu(gate) * up`` [T, D]; rows may be strided."""
+    kernels = _kernels()
+    if kernels is None:
+        return silu_and_mul_ref(x, out)
+    T, D = x.shape[0], x.shape[1] // 2
+    assert x.shape == (T, 2 * D) and x.stride(1) == 1, f"x is {x.shape} {x.stride()}, needed {(T, 2 * D)}"
+    if out is None:
+        out = torch.empty((T, D), dtype=x.dtype)
+    assert out.shape == (T, D) and out.dtype is x.dtype and out.stride(1) == 1, (
+        f"out is {out.shape} {out.dtype}, needed {(T, D)} {x.dtype}"
+    )
+    kernels.vc_silu_and_mul(
+        _CODE[x.dtype], T, D, x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0), _threads()
+    )
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention
+
+
+def rotary_embedding_ref(positions_T: Tensor, q_THD: Tensor, k_TJD: Tensor, cos_sin_cache: Tensor) -> None:
+    """Twin of ``rotary_embedding``."""
+    rot_dim = cos_sin_cache.shape[1]
+    cos, sin = cos_sin_cache[positions_T].unsqueeze(1).chunk(2, dim=-1)
+    for x in (q_THD, k_TJD):
+        a, b = x[..., :rot_dim].to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+        x[..., :rot_dim] = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def rotary_embedding(positions_T: Tensor, q_THD: Tensor, k_TJD: Tensor, cos_sin_cache: Tensor) -> None:
+    """Rotates q and k in place, NeoX halves, in float32 with one rounding.
+
+    Args:
+        positions_T: int64 [T], each in [0, P).
+        q_THD, k_TJD: [T, H, D] and [T, J, D], may be views into a fused row; the last dimension contiguous.
+        cos_sin_cache: float32 [P, rot_dim], cosines of the rot_dim / 2 angles, then sines. rot_dim <= D is even; the
+            elements of a head past rot_dim stay as they are.
+    """
+    kernels = _kernels()
+    if kernels is None:
+        return rotary_embedding_ref(positions_T, q_THD, k_TJD, cos_sin_cache)
+    T, H, D = q_THD.shape
+    P, rot_dim = cos_sin_cache.shape
+    assert k_TJD.shape[::2] == (T, D) and k_TJD.dtype is q_THD.dtype, f"q is {q_THD.shape}, k is {k_TJD.shape}"
+    assert positions_T.shape == (T,) and positions_T.dtype is torch.int64 and positions_T.stride(0) == 1, (
+        f"positions are {positions_T.shape} {positions_T.dtype}, needed int64 {(T,)}"
+    )
+    assert rot_dim <= D and rot_dim % 2 == 0, f"rot_dim is {rot_dim}, head size {D}"
+    assert cos_sin_cache.dtype is torch.float32 and cos_sin_cache.is_contiguous(), (
+        f"cos_sin_cache is {cos_sin_cache.dtype}, needed contiguous float32"
+    )
+    assert q_THD.stride(2) == 1 and k_TJD.stride(2) == 1, f"last strides are {q_THD.stride(2)}, {k_TJD.stride(2)}"
+    bad = kernels.vc_rotary(
+        _CODE[q_THD.dtype], T, H, k_TJD.shape[1], rot_dim, P, positions_T.data_ptr(), q_THD.data_ptr(), q_THD.stride(0),
+        q_THD.stride(1), k_TJD.data_ptr(), k_TJD.stride(0), k_TJD.stride(1), cos_sin_cache.data_ptr(), _threads(),
+    )  # fmt: skip
+    assert not bad, f"positions from {positions_T.min()} to {positions_T.max()} do not fit a cache of {P}"
+    return None
+
+
+def reshape_and_cache_ref(
+    k_TJD: Tensor, v_TJD: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping_T: Tensor
+) -> None:
+    """Twin of ``reshape_and_cache``."""
+    block_size = key_cache.shape[2]
+    real = slot_mapping_T >= 0
+    slots = slot_mapping_T[real]
+    block, offset = slots // block_size, slots % block_size
+    key_cache[block, :, offset] = k_TJD[real]
+    value_cache[block, :, offset] = v_TJD[real]
+
+
+def reshape_and_cache(
+    k_TJD: Tensor, v_TJD: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping_T: Tensor
+) -> None:
+    """Writes token t to slot ``slot_mapping[t]`` = block * block_size + offset; a token with slot -1 is skipped.
+
+    Args:
+        k_TJD, v_TJD: [T, J, D], may be views into a fused row; the last dimension contiguous.
+        key_cache, value_cache: [num_blocks, J, block_size, D] of the same dtype, a block's head contiguous.
+        slot_mapping_T: int64 [T].
+    """
+    kernels = _kernels()
+    if kernels is None:
+        return reshape_and_cache_ref(k_TJD, v_TJD, key_cache, value_cache, slot_mapping_T)
+    T, J, D = k_TJD.shape
+    blocks, _, block_size, _ = key_cache.shape
+    assert v_TJD.shape == (T, J, D), f"k is {k_TJD.shape}, v is {v_TJD.shape}"
+    assert key_cache.shape == value_cache.shape == (blocks, J, block_size, D), (
+        f"caches are {key_cache.shape}, {value_cache.shape}, needed {(blocks, J, block_size, D)}"
+    )
+    assert k_TJD.dtype is v_TJD.dtype is key_cache.dtype is value_cache.dtype, f"k {k_TJD.dtype}, {key_cache.dtype}"
+    assert key_cache.stride()[2:] == value_cache.stride()[2:] == (D, 1), f"cache strides are {key_cache.stride()}"
+    assert k_TJD.stride(2) == 1 and v_TJD.stride(2) == 1, f"last strides are {k_TJD.stride(2)}, {v_TJD.stride(2)}"
+    assert slot_mapping_T.shape == (T,) and slot_mapping_T.dtype is torch.int64 and slot_mapping_T.stride(0) == 1, (
+        f"slots are {slot_mapping_T.shape} {slot_mapping_T.dtype}, needed int64 {(T,)}"
+    )
+    size = k_TJD.element_size()
+    bad = kernels.vc_reshape_and_cache(
+        T, J, D * size, blocks, block_size, k_TJD.data_ptr(), k_TJD.stride(0) * size, k_TJD.stride(1) * size,
+        v_TJD.data_ptr(), v_TJD.stride(0) * size, v_TJD.stride(1) * size, key_cache.data_ptr(),
+        key_cache.stride(0) * size, key_cache.stride(1) * size, value_cache.data_ptr(), value_cache.stride(0) * size,
+        value_cache.stride(1) * size, slot_mapping_T.data_ptr(), _threads(),
+    )  # fmt: skip
+    assert not bad, (
+        f"slots from {slot_mapping_T.min()} to {slot_mapping_T.max()} do not fit {blocks} blocks of {block_size}"
+    )
+    return None
+
+
+def paged_attention_ref(
+    q_THD: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    out_THD: Tensor,
+    sliding_window: int = 0,
+    num_reqs: int | None = None,
+) -> None:
+    """Twin of ``paged_attention``. A NaN among a chunk's own new keys or values may reach earlier rows of the chunk."""
+    wide = torch.promote_types(q_THD.dtype, torch.float32)
+    block_size = key_cache.shape[2]
+    R = query_start_loc.shape[0] - 1 if num_reqs is None else num_reqs
+    start, lens = query_start_loc.tolist(), seq_lens.tolist()
+    for r in range(R):
+        begin, end, length = start[r], start[r + 1], lens[r]
+        if length == 0 or end == begin:
+            continue
+        position = torch.arange(length - (end - begin), length)
+        first_key = max(0, int(position[0]) + 1 - sliding_window) if sliding_window else 0
+        key = torch.arange(first_key, length)
+        block, offset = block_table[r, key // block_size].long(), key % block_size
+        visible = key <= position[:, None]
+        if sliding_window:
+            visible &= key > position[:, None] - sliding_window
+        y = F.scaled_dot_product_attention(
+            q_THD[begin:end].transpose(0, 1).to(wide),
+            key_cache[block, :, offset].transpose(0, 1).to(wide),
+            value_cache[block, :, offset].transpose(0, 1).to(wide),
+            attn_mask=visible,
+            scale=scale,
+            enable_gqa=True,
+        )
+        out_THD[begin:end] = y.transpose(0, 1).to(out_THD.dtype)
+    out_THD[start[R] :] = 0
+
+
+def paged_attention(
+    q_THD: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    out_THD: Tensor,
+    sliding_window: int = 0,
+    num_reqs: int | None = None,
+) -> None:
+    """Causal grouped-query attention over the paged cache, prefill and decode mixed; the new keys are in the cache.
+
+    Query i of request r has position ``seq_lens[r] - query_len + i`` and sees the keys at ``(position - sliding_window,
+    position]``, or ``[0, position]`` when sliding_window is 0. A slot outside those keys is never part of a sum, so it
+    may hold NaN. Rows [0, query_start_loc[R]) are written, except those of a request with seq_len 0; the rows from
+    query_start_loc[R] on are set to 0.
+
+    Args:
+        q_THD, out_THD: [T, H, D], may be views into wider rows; the last dimension contiguous.
+        key_cache, value_cache: [num_blocks, J, block_size, D], H a multiple of J, a block's head contiguous.
+        block_table: int32 [>= R, max_blocks].
+        query_start_loc: int32 [>= R + 1], rising from 0; seq_lens: int32 [>= R].
+        num_reqs: R; by default ``query_start_loc.shape[0] - 1``.
+    """
+    kernels = _kernels()
+    R = query_start_loc.shape[0] - 1 if num_reqs is None else num_reqs
+    if kernels is None:
+        return paged_attention_ref(
+            q_THD, key_cache, value_cache, block_table, query_start_loc, seq_lens, scale, out_THD, sliding_window, R
+        )
+    T, H, D = q_THD.shape
+    blocks, J, block_size, _ = key_cache.shape
+    assert key_cache.shape == value_cache.shape == (blocks, J, block_size, D) and H % J == 0, (
+        f"q is {q_THD.shape}, caches are {key_cache.shape}, {value_cache.shape}"
+    )
+    assert out_THD.shape == (T, H, D), f"out is {out_THD.shape}, q is {q_THD.shape}"
+    assert q_THD.dtype is out_THD.dtype is key_cache.dtype is value_cache.dtype, f"q {q_THD.dtype}, {key_cache.dtype}"
+    assert key_cache.stride()[2:] == value_cache.stride()[2:] == (D, 1), f"cache strides are {key_cache.stride()}"
+    assert q_THD.stride(2) == 1 and out_THD.stride(2) == 1, f"last strides are {q_THD.stride(2)}, {out_THD.stride(2)}"
+    assert block_table.dtype is query_start_loc.dtype is seq_lens.dtype is torch.int32, (
+        f"tables are {block_table.dtype}, {query_start_loc.dtype}, {seq_lens.dtype}, needed int32"
+    )
+    assert block_table.shape[0] >= R and query_start_loc.shape[0] > R and seq_lens.shape[0] >= R, (
+        f"{R} requests, tables for {block_table.shape[0]}, {query_start_loc.shape[0] - 1}, {seq_lens.shape[0]}"
+    )
+    assert block_table.stride(1) == query_start_loc.stride(0) == seq_lens.stride(0) == 1, "tables must be contiguous"
+    bad = kernels.vc_paged_attention(
+        _CODE[q_THD.dtype], q_THD.data_ptr(), q_THD.stride(0), q_THD.stride(1), key_cache.data_ptr(),
+        key_cache.stride(0), key_cache.stride(1), value_cache.data_ptr(), value_cache.stride(0), value_cache.stride(1),
+        block_table.data_ptr(), block_table.stride(0), query_start_loc.data_ptr(), seq_lens.data_ptr(), R, T, H, J, D,
+        blocks, block_size, block_table.shape[1], scale, sliding_window, out_THD.data_ptr(), out_THD.stride(0),
+        out_THD.stride(1), _threads(),
+    )  # fmt: skip
+    assert not bad, (
+        f"{T} rows, {blocks} blocks of {block_size}, table of {block_table.shape[1]} do not fit query_start_loc "
+        f"{query_start_loc[: R + 1].tolist()}, seq_lens {seq_lens[:R].tolist()}, block_table {block_table[:R].tolist()}"
+    )
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Experts
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """Weights [E, N, K] of all experts in the layout that ``fused_experts`` reads; ``kind`` as in PackedWeight.
+
+    ``gated``: N is [gate; up] stacked, and "panels" packs the two halves one after the other.
+    """
+
+    E: int
+    N: int
+    K: int
+    dtype: torch.dtype
+    data: Tensor
+    kind: str
+    gated: bool
+
+
+def pack_expert_weights(weight_ENK: Tensor, gated: bool = False) -> PackedExperts:
+    """Packs the experts' weights [E, N, K]; ``gated=True`` for w13, whose N = 2 * I is [gate; up]."""
+    E, N, K = weight_ENK.shape
+    dtype = weight_ENK.dtype
+    if _kernels() is None:
+        return PackedExperts(E, N, K, dtype, weight_ENK, "plain", gated)
+    _CODE[dtype]
+    parts = 2 if gated else 1
+    assert N % parts == 0, f"a gated weight has an even number of rows, not {N}"
+    data = torch.empty((E, parts, _packed_size(N // parts, K, dtype)), dtype=dtype)
+    for e in range(E):
+        for part, half in enumerate(weight_ENK[e].chunk(parts)):
+            _pack_into(half, data[e, part])
+    return PackedExperts(E, N, K, dtype, data, "panels", gated)
+
+
+def fused_experts_ref(
+    x_TD: Tensor,
+    w13: PackedExperts,
+    w2: PackedExperts,
+    topk_ids_TS: Tensor,
+    topk_weights_TS: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Twin of ``fused_experts`` for "plain" weights."""
+    wide = torch.promote_types(x_TD.dtype, torch.float32)
+    y_TSD = torch.zeros((*topk_ids_TS.shape, x_TD.shape[1]), dtype=wide)
+    for e in topk_ids_TS[topk_ids_TS >= 0].unique().tolist():
+        token, slot = torch.where(topk_ids_TS == e)
+        h = silu_and_mul_ref(F.linear(x_TD[token], w13.data[e]))
+        y_TSD[token, slot] = F.linear(h, w2.data[e]).to(wide) * topk_weights_TS[token, slot, None]
+    y = torch.zeros_like(x_TD, dtype=wide)
+    for s in range(topk_ids_TS.shape[1]):
+        y += y_TSD[:, s]
+    return y.to(x_TD.dtype) if out is None else out.copy_(y)
+
+
+def fused_experts(
+    x_TD: Tensor,
+    w13: PackedExperts,
+    w2: PackedExperts,
+    topk_ids_TS: Tensor,
+    topk_weights_TS: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
+    """SwiGLU experts: ``sum over s of weight[t, s] * w2[e] (silu(gate) * up)``, [gate; up] = w13[e] x[t], e = id[t, s].
+
+    A slot with id -1 is skipped: its weight is not read and may be NaN; a row with no other slots is exactly 0, and
+    nothing its x holds reaches another row. The sum over slots is in float32, in the order of the slots.
+
+    Args:
+        x_TD: [T, D] of the weights' dtype, rows contiguous.
+        w13: ``pack_expert_weights(w [E, 2 * I, D], gated=True)``; w2: ``pack_expert_weights(w [E, D, I])``.
+        topk_ids_TS: int32 or int64 [T, S], each in [-1, E); topk_weights_TS: float32 [T, S].
+        out: [T, D] of x's dtype; may be x itself.
+    """
+    if w13.kind == "plain":
+        return fused_experts_ref(x_TD, w13, w2, topk_ids_TS, topk_weights_TS, out)
+    T, D = x_TD.shape
+    E, I = w13.E, w2.K
+    dtype = x_TD.dtype
+    assert w13.gated and not w2.gated and w2.kind == w13.kind, f"w13 gated {w13.gated}, w2 gated {w2.gated}"
+    assert (w13.N, w13.K, w2.E, w2.N) == (2 * I, D, E, D) and dtype is w13.dtype is w2.dtype, (
+        f"x {x_TD.shape} {dtype}, w13 {(w13.E, w13.N, w13.K)} {w13.dtype}, w2 {(w2.E, w2.N, w2.K)} {w2.dtype}"
+    )
+    S = topk_ids_TS.shape[1]
+    assert topk_ids_TS.shape == topk_weights_TS.shape == (T, S), f"{topk_ids_TS.shape}, {topk_weights_TS.shape}, T {T}"
+    assert topk_ids_TS.dtype in (torch.int32, torch.int64) and topk_weights_TS.dtype is torch.float32, (
+        f"ids are {topk_ids_TS.dtype}, weights {topk_weights_TS.dtype}; needed int32 or int64, float32"
+    )
+    if out is None:
+        out = torch.empty((T, D), dtype=dtype)
+    assert out.shape == (T, D) and out.dtype is dtype, f"out is {out.shape} {out.dtype}, needed {(T, D)} {dtype}"
+    assert x_TD.stride(1) == 1 and out.stride(1) == 1, f"last strides are {x_TD.stride(1)}, {out.stride(1)}, needed 1"
+    topk_ids_TS, topk_weights_TS = topk_ids_TS.contiguous(), topk_weights_TS.contiguous()
+    bad = _kernels().vc_fused_experts(
+        _CODE[dtype], topk_ids_TS.dtype is torch.int64, T, S, E, I, D, x_TD.data_ptr(), x_TD.stride(0),
+        w13.data.data_ptr(), w2.data.data_ptr(), topk_ids_TS.data_ptr(), topk_weights_TS.data_ptr(), out.data_ptr(),
+        out.stride(0), _threads(),
+    )  # fmt: skip
+    assert not bad, f"expert ids from {topk_ids_TS.min()} to {topk_ids_TS.max()} do not fit {E} experts"
+    return out

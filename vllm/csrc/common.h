@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0
+// Vector types of the build machine, the three storage types, and the thread loop.
+#pragma once
+
+#include <omp.h>
+
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <new>
+#include <type_traits>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+#define INLINE inline __attribute__((always_inline))
+
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+constexpr int VL = 16;          // floats in a register
+constexpr int MR_MAX = 12;      // rows of a register tile: 2 * MR_MAX accumulators
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr int VL = 8;
+constexpr int MR_MAX = 6;
+#else
+constexpr int VL = 4;
+constexpr int MR_MAX = 12;
+#endif
+constexpr int NR = 2 * VL;      // columns of a panel
+
+typedef float vf __attribute__((vector_size(VL * 4)));
+typedef int32_t vi __attribute__((vector_size(VL * 4)));
+typedef uint32_t vu __attribute__((vector_size(VL * 4)));
+typedef uint16_t vh __attribute__((vector_size(VL * 2)));
+
+constexpr float INF = std::numeric_limits<float>::infinity();
+
+struct bf16 { uint16_t bits; };
+struct fp16 { uint16_t bits; };
+enum Dtype { FP32 = 0, BF16 = 1, FP16 = 2 };
+
+template <class V> INLINE V load_bits(const void* p) { V v; std::memcpy(&v, p, sizeof(V)); return v; }
+template <class V> INLINE void store_bits(void* p, V v) { std::memcpy(p, &v, sizeof(V)); }
+
+INLINE vf splat(float x) { return vf{} + x; }
+
+INLINE vf fma(vf a, vf b, vf c) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+INLINE vf load(const float* p) { return load_bits<vf>(p); }
+INLINE vf load(const bf16* p) { return (vf)(__builtin_convertvector(load_bits<vh>(p), vu) << 16); }
+INLINE vf load(const fp16* p) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__) && defined(__F16C__)
+  return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__aarch64__)
+  typedef __fp16 v16 __attribute__((vector_size(VL * 2)));
+  return __builtin_convertvector(load_bits<v16>(p), vf);
+#else
+#error "no fp16 conversion on this machine"
+#endif
+}
+
+INLINE void store(float* p, vf v) { store_bits(p, v); }
+INLINE void store(bf16* p, vf v) {  // round to nearest even; a NaN stays one
+  vu u = (vu)v;
+  vu r = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  r = v == v ? r : (vu)(vi{} + 0x7fc0);
+  store_bits(p, __builtin_convertvector(r, vh));
+}
+INLINE void store(fp16* p, vf v) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__AVX2__) && defined(__F16C__)
+  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__aarch64__)
+  typedef __fp16 v16 __attribute__((vector_size(VL * 2)));
+  store_bits(p, __builtin_convertvector(v, v16));
+#endif
+}
+
+// The first n (< VL) elements; the rest of the register is 0 / memory stays untouched.
+template <class T> INLINE vf load_part(const T* p, int n) {
+  T tmp[VL] = {};
+  std::memcpy(tmp, p, n * sizeof(T));
+  return load(tmp);
+}
+template <class T> INLINE void store_part(T* p, vf v, int n) {
+  T tmp[VL];
+  store(tmp, v);
+  std::memcpy(p, tmp, n * sizeof(T));
+}
+
+template <class T> INLINE vf round_to(vf v) {
+  if constexpr (sizeof(T) == 4) return v;
+  T tmp[VL];
+  store(tmp, v);
+  return load(tmp);
+}
+
+template <class T> INLINE float to_float(T x) { T tmp[VL] = {x}; return load(tmp)[0]; }
+INLINE float to_float(float x) { return x; }
+INLINE float to_float(bf16 x) { uint32_t u = (uint32_t)x.bits << 16; return load_bits<float>(&u); }
+
+INLINE float sum(vf v) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  return _mm512_reduce_add_ps(v);
+#endif
+  float s[VL];
+  store(s, v);
+  for (int w = VL / 2; w > 0; w /= 2)
+    for (int i = 0; i < w; i++) s[i] += s[i + w];
+  return s[0];
+}
+INLINE float max(vf v) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  return _mm512_reduce_max_ps(v);
+#endif
+  float s[VL];
+  store(s, v);
+  for (int w = VL / 2; w > 0; w /= 2)
+    for (int i = 0; i < w; i++) s[i] = s[i] > s[i + w] ? s[i] : s[i + w];
+  return s[0];
+}
+
+// exp by 2^n * p(r), r in [-ln2/2, ln2/2]: Taylor of degree 7, error about 1 ulp. Below -87.3 the result is 0
+// (so exp(-inf) is 0), above 88.7 inf; NaN stays NaN.
+INLINE vf exp(vf x) {
+  const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  vf c = x < splat(-87.3f) ? splat(-87.3f) : x;
+  c = c > splat(88.7f) ? splat(88.7f) : c;
+  vf shifted = fma(c, splat(1.44269504f), magic);
+  vf n = shifted - magic;
+  vf r = fma(n, splat(-0.693145752f), c);
+  r = fma(n, splat(-1.42860677e-6f), r);
+  vf p = splat(1.0f / 5040);
+  p = fma(p, r, splat(1.0f / 720));
+  p = fma(p, r, splat(1.0f / 120));
+  p = fma(p, r, splat(1.0f / 24));
+  p = fma(p, r, splat(1.0f / 6));
+  p = fma(p, r, splat(0.5f));
+  p = fma(p, r, splat(1.0f));
+  p = fma(p, r, splat(1.0f));
+  // n = 128 does not fit one exponent: scale in two steps
+  vi e = __builtin_convertvector(n, vi);
+  vi half = e >> 1;
+  vf y = p * (vf)((half + 127) << 23) * (vf)((e - half + 127) << 23);
+  y = x < splat(-87.3f) ? vf{} : y;
+  y = x > splat(88.7f) ? splat(INF) : y;
+  return x == x ? y : x;
+}
+
+// Runs fn(thread) on n threads of the process's one OpenMP pool.
+template <class F> INLINE void on_threads(int n, F&& fn) {
+  if (n <= 1) {
+    fn(0);
+    return;
+  }
+#pragma omp parallel num_threads(n)
+  fn(omp_get_thread_num());
+}
+
+// fn(begin, end) over [0, n) in one contiguous range a thread; `grain` items are too few to share.
+template <class F> INLINE void for_range(int threads, int64_t n, int64_t grain, F&& fn) {
+  int64_t parts = (n + grain - 1) / grain;
+  int used = (int)(parts < threads ? parts : threads);
+  if (used <= 1) {
+    if (n > 0) fn((int64_t)0, n);
+    return;
+  }
+#pragma omp parallel num_threads(used)
+  {
+    // the runtime may give fewer threads than asked for
+    int64_t t = omp_get_thread_num(), all = omp_get_num_threads();
+    int64_t begin = n * t / all, end = n * (t + 1) / all;
+    if (begin < end) fn(begin, end);
+  }
+}
+
+// fn(task) over [0, n); threads take the next task when they are free.
+template <class F> INLINE void for_tasks(int threads, int64_t n, F&& fn) {
+  int used = (int)(n < threads ? n : threads);
+  if (used <= 1) {
+    for (int64_t i = 0; i < n; i++) fn(i);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+#pragma omp parallel num_threads(used)
+  for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) fn(i);
+}
+
+// Scratch of one thread, kept between calls and grown when needed; 64-byte aligned, contents undefined.
+struct Scratch {
+  void* data = nullptr;
+  size_t bytes = 0;
+  ~Scratch() { std::free(data); }
+  template <class T> T* get(size_t count) {
+    size_t need = (count * sizeof(T) + 63) / 64 * 64;
+    if (need > bytes) {
+      std::free(data);
+      data = std::aligned_alloc(64, need);
+      if (!data) std::abort();
+      bytes = need;
+    }
+    return (T*)data;
+  }
+};
+
+template <class F> INLINE void with_type(int dtype, F&& fn) {
+  if (dtype == BF16) fn(bf16{});
+  else if (dtype == FP16) fn(fp16{});
+  else fn(0.0f);
+}

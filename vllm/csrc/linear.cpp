@@ -1,0 +1,255 @@
+// SPDX-License-Identifier: Apache-2.0
+// Linear layers over packed weights, embedding rows out of them, and SwiGLU experts.
+#include "gemm.h"
+
+namespace {
+
+constexpr int64_t A_BYTES = 384 << 10;  // fp32 rows of one block: they share the L2 cache with a weight panel
+thread_local Scratch a_scratch, c_scratch, pair_scratch;
+
+int64_t block_rows(int64_t M, int64_t K) {
+  int64_t most = A_BYTES / (K * 4) / MR_MAX * MR_MAX;
+  most = most < 2 * MR_MAX ? 2 * MR_MAX : most > 8 * MR_MAX ? 8 * MR_MAX : most;
+  int64_t blocks = (M + most - 1) / most;
+  return (M + blocks - 1) / blocks;
+}
+
+// The rows of A as fp32: in place when they are, else in the thread's scratch. `row(i)` points at row i.
+template <class T, class Row>
+const float* widen_rows(int64_t rows, int64_t K, bool in_place, int64_t* lda, Row&& row) {
+  if constexpr (std::is_same_v<T, float>)
+    if (in_place) return row(0);
+  int64_t padded = padded_k<T>(K);
+  *lda = (padded + 15) / 16 * 16 + 16;  // never a multiple of the page size: rows fall into different cache sets
+  float* a = a_scratch.get<float>(rows * *lda);
+  for (int64_t i = 0; i < rows; i++) widen_row(row(i), K, padded, a + i * *lda);
+  return a;
+}
+
+template <class T, class O> INLINE void store_row(O* out, const float* c, const T* bias, int64_t n) {
+  int64_t j = 0;
+  for (; j + VL <= n; j += VL) {
+    vf v = load(c + j);
+    if (bias) v += load(bias + j);
+    store(out + j, v);
+  }
+  if (j < n) {
+    vf v = load(c + j);  // C has whole panels
+    if (bias) v += load_part(bias + j, (int)(n - j));
+    store_part(out + j, v, (int)(n - j));
+  }
+}
+
+// All tiles of rows [0, rows) x panels [p0, p1): done(first row, rows, first panel, panels, c, ldc).
+template <class W, class Done>
+INLINE void gemm_block(int64_t rows, const float* a, int64_t lda, int64_t K, const W* w, int64_t p0, int64_t p1,
+                       Done&& done) {
+  int64_t Kp = padded_k<W>(K), panel = Kp * NR;
+  int64_t tiles = (rows + MR_MAX - 1) / MR_MAX;
+  int group = panels_of_tile((int)((rows + tiles - 1) / tiles));
+  float* c = c_scratch.get<float>(MR_MAX * NP_MAX * NR);
+  for (int64_t p = p0; p < p1; p += group) {
+    int np = (int)(p1 - p < group ? p1 - p : group);
+    for_tiles(rows, [&](int64_t r0, int mr) {
+      tile<W>(mr, np, Kp, a + r0 * lda, lda, w + p * panel, panel, c, (int64_t)np * NR, false);
+      done(r0, mr, p, np, c, (int64_t)np * NR);
+    });
+  }
+}
+
+template <class T, class O>
+void linear(int64_t M, int64_t N, int64_t K, const T* x, int64_t ldx, const T* w, const T* bias, O* out, int64_t ldo,
+            int threads) {
+  int64_t panels = (N + NR - 1) / NR;
+  int64_t mc = block_rows(M, K), m_blocks = (M + mc - 1) / mc;
+  int64_t used = 1 + M * N * K / (64 << 10);
+  threads = (int)(used < threads ? used : threads);
+  // tasks in an order that keeps a thread on one block of rows; chunks are multiples of the largest panel group
+  int64_t chunks = threads == 1 ? 1 : (threads * 4 + m_blocks - 1) / m_blocks;
+  int64_t chunk = ((panels + chunks - 1) / chunks + NP_MAX - 1) / NP_MAX * NP_MAX;
+  chunks = (panels + chunk - 1) / chunk;
+  std::atomic<int64_t> next{0};
+  on_threads(threads, [&](int) {
+    int64_t have = -1, lda = ldx;
+    const float* a = nullptr;
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < m_blocks * chunks;) {
+      int64_t block = i / chunks, m0 = block * mc, rows = M - m0 < mc ? M - m0 : mc;
+      if (block != have) {
+        a = widen_rows<T>(rows, K, true, &lda, [&](int64_t r) { return x + (m0 + r) * ldx; });
+        have = block;
+      }
+      int64_t p0 = i % chunks * chunk, p1 = p0 + chunk < panels ? p0 + chunk : panels;
+      gemm_block(rows, a, lda, K, w, p0, p1, [&](int64_t r0, int mr, int64_t p, int np, const float* c, int64_t ldc) {
+        int64_t n0 = p * NR, n = N - n0 < np * NR ? N - n0 : np * NR;
+        for (int r = 0; r < mr; r++)
+          store_row(out + (m0 + r0 + r) * ldo + n0, c + r * ldc, bias ? bias + n0 : nullptr, n);
+      });
+    }
+  });
+}
+
+template <class T> void pack(int64_t N, int64_t K, const T* w, int64_t ldw, T* out, int threads) {
+  int64_t Kp = padded_k<T>(K);
+  constexpr int pair = std::is_same_v<T, bf16> ? 2 : 1;
+  for_range(threads, (N + NR - 1) / NR, 4, [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; p++) {
+      T* o = out + p * Kp * NR;
+      for (int64_t k = 0; k < Kp; k++)
+        for (int j = 0; j < NR; j++) {
+          int64_t n = p * NR + j;
+          o[(k / pair * NR + j) * pair + k % pair] = n < N && k < K ? w[n * ldw + k] : T{};
+        }
+    }
+  });
+}
+
+template <class T> void unpack_row(int64_t K, const T* w, int64_t n, T* out) {
+  constexpr int pair = std::is_same_v<T, bf16> ? 2 : 1;
+  const T* p = w + n / NR * padded_k<T>(K) * NR;
+  int j = (int)(n % NR);
+  for (int64_t k = 0; k < K; k++) out[k] = p[(k / pair * NR + j) * pair + k % pair];
+}
+
+// T tokens with `slots` experts each. w13: [E][gate panels, up panels], w2: [E][panels]. See fused_experts in Python.
+template <class T, class Id>
+int experts(int64_t tokens, int64_t slots, int64_t E, int64_t I, int64_t D, const T* x, int64_t ldx, const T* w13,
+            const T* w2, const Id* ids, const float* weights, T* out, int64_t ldo, int threads) {
+  for (int64_t i = 0; i < tokens * slots; i++)
+    if (ids[i] < -1 || ids[i] >= E) return 1;
+  int64_t i_panels = (I + NR - 1) / NR, d_panels = (D + NR - 1) / NR;
+  int64_t w13_panel = padded_k<T>(D) * NR, w2_panel = padded_k<T>(I) * NR;
+  int64_t ldh = i_panels * NR, ldy = d_panels * NR;
+
+  // Few enough tokens at a time that the intermediate values stay below 64 MB.
+  int64_t step = (64 << 20) / (slots * (ldh * (int64_t)sizeof(T) + ldy * 4) + 1);
+  step = step < 1 ? 1 : step;
+  for (int64_t t0 = 0; t0 < tokens; t0 += step) {
+    int64_t nt = tokens - t0 < step ? tokens - t0 : step, n = nt * slots;
+    const Id* id = ids + t0 * slots;
+    const float* wt = weights + t0 * slots;
+    int64_t index_bytes = ((2 * n + 2 * (E + 1)) * 8 + 63) / 64 * 64, h_bytes = (n * ldh * sizeof(T) + 63) / 64 * 64;
+    char* mem = pair_scratch.get<char>(index_bytes + h_bytes + n * ldy * 4);
+    int64_t* order = (int64_t*)mem;    // sorted position -> (token, slot)
+    int64_t* place = order + n;        // (token, slot) -> sorted position, or -1
+    int64_t* first = place + n;        // first sorted position of an expert
+    int64_t* cursor = first + E + 1;
+    T* h = (T*)(mem + index_bytes);
+    float* y = (float*)(mem + index_bytes + h_bytes);
+
+    std::memset(first, 0, (E + 1) * 8);
+    for (int64_t i = 0; i < n; i++)
+      if (id[i] >= 0) first[id[i] + 1]++;
+    for (int64_t e = 0; e < E; e++) first[e + 1] += first[e];
+    std::memcpy(cursor, first, (E + 1) * 8);
+    for (int64_t i = 0; i < n; i++) {
+      place[i] = id[i] < 0 ? -1 : cursor[id[i]]++;
+      if (place[i] >= 0) order[place[i]] = i;
+    }
+
+    int64_t work = first[E] * I * D;
+    int used = work < (64 << 10) ? 1 : threads;
+    // fn(expert, first sorted position, rows, first panel, last panel) over all experts that have tokens
+    auto blocks = [&](int64_t K, int64_t panels, auto&& fn) {
+      int64_t mc = block_rows(8 * MR_MAX, K), chunks = used == 1 ? 1 : (panels + NP_MAX - 1) / NP_MAX;
+      chunks = chunks > 4 * used ? 4 * used : chunks;
+      int64_t chunk = (panels + chunks - 1) / chunks;
+      for_tasks(used, E * chunks, [&](int64_t task) {
+        int64_t e = task / chunks, p0 = task % chunks * chunk, p1 = p0 + chunk < panels ? p0 + chunk : panels;
+        for (int64_t s = first[e]; s < first[e + 1] && p0 < p1; s += mc)
+          fn(e, s, first[e + 1] - s < mc ? first[e + 1] - s : mc, p0, p1);
+      });
+    };
+
+    blocks(D, i_panels, [&](int64_t e, int64_t s, int64_t rows, int64_t p0, int64_t p1) {
+      int64_t lda = ldx;
+      const float* a = widen_rows<T>(rows, D, false, &lda, [&](int64_t r) {
+        return x + (t0 + order[s + r] / slots) * ldx;
+      });
+      const T* we = w13 + e * 2 * i_panels * w13_panel;
+      float* gate = c_scratch.get<float>(2 * MR_MAX * NR);
+      float* up = gate + MR_MAX * NR;
+      for (int64_t p = p0; p < p1; p++)
+        for_tiles(rows, [&](int64_t r0, int mr) {
+          tile<T>(mr, 1, padded_k<T>(D), a + r0 * lda, lda, we + p * w13_panel, w13_panel, gate, NR, false);
+          tile<T>(mr, 1, padded_k<T>(D), a + r0 * lda, lda, we + (i_panels + p) * w13_panel, w13_panel, up, NR, false);
+          for (int r = 0; r < mr; r++)
+            for (int j = 0; j < NR; j += VL) {
+              vf g = round_to<T>(load(gate + r * NR + j)), u = round_to<T>(load(up + r * NR + j));
+              store(h + (s + r0 + r) * ldh + p * NR + j, round_to<T>(g / (1.0f + exp(-g))) * u);
+            }
+        });
+    });
+    blocks(I, d_panels, [&](int64_t e, int64_t s, int64_t rows, int64_t p0, int64_t p1) {
+      int64_t lda = ldh;
+      const float* a = widen_rows<T>(rows, I, true, &lda, [&](int64_t r) { return h + (s + r) * ldh; });
+      gemm_block(rows, a, lda, I, w2 + e * d_panels * w2_panel, p0, p1,
+                 [&](int64_t r0, int mr, int64_t p, int np, const float* c, int64_t ldc) {
+                   for (int r = 0; r < mr; r++) {
+                     vf scale = splat(wt[order[s + r0 + r]]);
+                     float* to = y + (s + r0 + r) * ldy + p * NR;
+                     for (int64_t j = 0; j < np * NR; j += VL) store(to + j, load(c + r * ldc + j) * scale);
+                   }
+                 });
+    });
+    for_range(used, nt, 1 + (32 << 10) / (slots * D), [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; t++)
+        for (int64_t d = 0; d < D; d += VL) {
+          vf total = {};
+          for (int64_t k = 0; k < slots; k++)
+            if (int64_t at = place[t * slots + k]; at >= 0) total += load(y + at * ldy + d);
+          T* to = out + (t0 + t) * ldo + d;
+          if (D - d >= VL) store(to, total);
+          else store_part(to, total, (int)(D - d));
+        }
+    });
+  }
+  return 0;
+}
+
+}  // namespace
+
+EXPORT int vc_panel_width() { return NR; }
+
+EXPORT void vc_pack(int dtype, int64_t N, int64_t K, const void* w, int64_t ldw, void* out, int threads) {
+  with_type(dtype, [&](auto t) { using T = decltype(t); pack(N, K, (const T*)w, ldw, (T*)out, threads); });
+}
+
+EXPORT void vc_linear(int dtype, int out_dtype, int64_t M, int64_t N, int64_t K, const void* x, int64_t ldx,
+                      const void* w, const void* bias, void* out, int64_t ldo, int threads) {
+  with_type(dtype, [&](auto t) {
+    using T = decltype(t);
+    if (out_dtype == FP32)
+      linear(M, N, K, (const T*)x, ldx, (const T*)w, (const T*)bias, (float*)out, ldo, threads);
+    else
+      linear(M, N, K, (const T*)x, ldx, (const T*)w, (const T*)bias, (T*)out, ldo, threads);
+  });
+}
+
+EXPORT int vc_embedding(int dtype, int64_t n, int64_t N, int64_t K, const int64_t* ids, const void* w, void* out,
+                        int threads) {
+  for (int64_t i = 0; i < n; i++)
+    if (ids[i] < 0 || ids[i] >= N) return 1;
+  with_type(dtype, [&](auto t) {
+    using T = decltype(t);
+    for_range(threads, n, 1 + (8 << 10) / K, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++) unpack_row(K, (const T*)w, ids[i], (T*)out + i * K);
+    });
+  });
+  return 0;
+}
+
+EXPORT int vc_fused_experts(int dtype, int wide_ids, int64_t tokens, int64_t slots, int64_t E, int64_t I, int64_t D,
+                            const void* x, int64_t ldx, const void* w13, const void* w2, const void* ids,
+                            const float* weights, void* out, int64_t ldo, int threads) {
+  int rc = 0;
+  with_type(dtype, [&](auto t) {
+    using T = decltype(t);
+    auto go = [&](auto* id) {
+      rc = experts(tokens, slots, E, I, D, (const T*)x, ldx, (const T*)w13, (const T*)w2, id, weights, (T*)out, ldo,
+                   threads);
+    };
+    if (wide_ids) go((const int64_t*)ids);
+    else go((const int32_t*)ids);
+  });
+  return rc;
+}
