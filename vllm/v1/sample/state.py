@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sampling parameters of the rows of the running batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm.v1.request import Request
+from vllm.v1.sample.metadata import Penalties, SamplingMetadata, TokenEntries
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mix(z: np.ndarray) -> np.ndarray:
+    """The output function of SplitMix64 (Steele, Lea, Flood 2014) on uint64."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def uniform_noise(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Numbers in [0, 1), fp64, for ``seeds`` and output ``positions``, both uint64 and of one shape.
+
+    The SplitMix64 stream of the mixed seed, read at ``position``: with no state to carry, a request gets the same
+    numbers in any batch, after any preemption and on every rank.
+    """
+    return (_mix(_mix(seeds) + (positions + np.uint64(1)) * _GOLDEN) >> np.uint64(11)) * 2.0**-53
+
+
+class _SeenTokens:
+    """The distinct tokens of prompt and output, and how often each is in the output; grows with the request."""
+
+    def __init__(self, request: Request) -> None:
+        prompt = np.unique(np.asarray(request.prompt_token_ids, dtype=np.int64))
+        self.size = len(prompt)
+        self.tokens = np.resize(prompt, 2 * self.size + 64)
+        self.counts = np.zeros(len(self.tokens), dtype=np.float32)
+        self._index = {token: i for i, token in enumerate(prompt.tolist())}
+        self._num_read = len(request.prompt_token_ids)
+
+    def read(self, all_token_ids: list[int]) -> None:
+        """Count the output tokens that are new since the last call."""
+        for token in all_token_ids[self._num_read :]:
+            i = self._index.setdefault(token, self.size)
+            if i == self.size:
+                if i == len(self.tokens):
+                    self.tokens = np.resize(self.tokens, 2 * i)
+                    self.counts = np.concatenate((self.counts, np.zeros(i, dtype=np.float32)))
+                self.tokens[i] = token
+                self.size += 1
+            self.counts[i] += 1
+        self._num_read = len(all_token_ids)
+
+
+class _Row:
+    """One request: its parameters, and what of them depends on the tokens so far."""
+
+    def __init__(self, request: Request, seed: int) -> None:
+        params = request.sampling_params
+        self.request = request
+        self.params = params
+        self.seed = seed
+        self.greedy = params.temperature == 0
+        end = () if request.eos_token_id is None else (request.eos_token_id,)
+        self.end_token_ids = list({*end, *(params.stop_token_ids or ())}) if params.min_tokens else []
+        penalised = params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
+        self.seen = _SeenTokens(request) if penalised else None
+        self.plain = (
+            self.greedy
+            and not penalised
+            and not self.end_token_ids
+            and not params.bad_words_token_ids
+            and not params.logit_bias
+            and params.allowed_token_ids is None
+            and params.logprobs is None
+        )
+
+    def banned_token_ids(self) -> list[int]:
+        """End tokens before ``min_tokens``, and last tokens of bad words whose other tokens were just generated."""
+        num_prompt = len(self.request.prompt_token_ids)
+        output = self.request.all_token_ids[num_prompt:]
+        banned = set(self.end_token_ids) if len(output) < self.params.min_tokens else set()
+        for word in self.params.bad_words_token_ids:
+            before = word[:-1]
+            if len(before) <= len(output) and output[len(output) - len(before) :] == before:
+                banned.add(word[-1])
+        return list(banned)
+
+
+class SamplingState:
+    """Sampling parameters by row of the running batch; ``make_metadata`` turns them into a step's tensors.
+
+    ``seed`` is the engine's: the seeds of requests that have none of their own follow from it and from the order in
+    which they came, so that ranks that add the same requests sample the same tokens.
+    """
+
+    def __init__(self, max_num_reqs: int, vocab_size: int, device: torch.device | str = "cpu", seed: int = 0) -> None:
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self._rows: list[_Row | None] = [None] * max_num_reqs
+        self._engine_seed = _mix(np.array([seed % 2**64], dtype=np.uint64))
+        self._num_unseeded = 0
+        self._cached: SamplingMetadata | None = None
+        self._key: tuple[int, ...] | None = None
+        self._chosen: list[_Row] = []
+        self._history = False
+        self._seeds = np.zeros(0, dtype=np.uint64)
+
+    def add_row(self, row: int, request: Request) -> None:
+        """Put ``request`` into the free ``row``."""
+        assert self._rows[row] is None, f"row {row} holds {self._rows[row].request.request_id}"  # type: ignore[union-attr]
+        seed = request.sampling_params.seed
+        if seed is None:
+            position = np.array([self._num_unseeded], dtype=np.uint64)
+            seed = int(_mix(self._engine_seed + position * _GOLDEN)[0])
+            self._num_unseeded += 1
+        self._rows[row] = _Row(request, seed % 2**64)
+        self._cached = None
+
+    def remove_row(self, row: int) -> None:
+        assert self._rows[row] is not None, f"row {row} is free"
+        self._rows[row] = None
+        self._cached = None
+
+    def move_row(self, src: int, dst: int) -> None:
+        """Move row ``src`` to the free row ``dst``."""
+        assert self._rows[src] is not None, f"row {src} is free"
+        assert self._rows[dst] is None, f"row {dst} is taken"
+        self._rows[dst], self._rows[src] = self._rows[src], None
+        self._cached = None
+
+    def make_metadata(self, rows: Sequence[int] | None = None) -> SamplingMetadata:
+        """The metadata of ``rows`` in that order, or of all occupied rows, which then must be 0 .. n-1.
+
+        Reads the requests' tokens as they are now. The same object comes back while nothing changed.
+        """
+        key = None if rows is None else tuple(rows)
+        if self._cached is None or key != self._key:
+            self._cached = self._build(key)
+            self._key = key
+        if not self._history:
+            return self._cached
+        return dataclasses.replace(self._cached, **self._from_history())
+
+    def _select(self, key: tuple[int, ...] | None) -> list[_Row]:
+        if key is None:
+            chosen = [row for row in self._rows if row is not None]
+            assert all(row is not None for row in self._rows[: len(chosen)]), "occupied rows are not 0 .. n-1"
+            return chosen
+        chosen = [row for row in (self._rows[i] for i in key) if row is not None]
+        assert len(chosen) == len(key), f"rows {[i for i in key if self._rows[i] is None]} are free"
+        return chosen
+
+    def _build(self, key: tuple[int, ...] | None) -> SamplingMetadata:
+        """All that does not depend on the requests' output."""
+        self._chosen = chosen = self._select(key)
+        self._history = False
+        if all(row.plain for row in chosen):
+            return SamplingMetadata()
+        params = [row.params for row in chosen]
+        counts = [p.logprobs for p in params if p.logprobs is not None]
+        fields: dict[str, Any] = {
+            "max_num_logprobs": None if not counts else -1 if -1 in counts else max(counts),
+            "allowed": [
+                (r, self._tensor(p.allowed_token_ids, torch.int64))
+                for r, p in enumerate(params)
+                if p.allowed_token_ids is not None
+            ],
+        }
+        bias = [(r, token, value) for r, p in enumerate(params) for token, value in (p.logit_bias or {}).items()]
+        if bias:
+            fields["bias"] = self._entries((r, token) for r, token, _ in bias)
+            fields["bias_values"] = self._tensor([value for _, _, value in bias], torch.float32)
+        if not all(row.greedy for row in chosen):
+            self._seeds = np.array([row.seed for row in chosen], dtype=np.uint64)
+            fields |= self._random_fields(chosen)
+        self._history = "temperature" in fields or any(
+            row.seen or row.end_token_ids or row.params.bad_words_token_ids for row in chosen
+        )
+        return SamplingMetadata(**fields)
+
+    def _random_fields(self, chosen: list[_Row]) -> dict[str, Any]:
+        params = [row.params for row in chosen]
+        fields: dict[str, Any] = {
+            "temperature": self._tensor([p.temperature or 1.0 for p in params], torch.float32),
+        }
+        if any(row.greedy for row in chosen):
+            fields["greedy"] = self._tensor([row.greedy for row in chosen], torch.bool)
+        top_k = [min(p.top_k or self.vocab_size, self.vocab_size) for p in params]
+        limited = [k for k in top_k if k < self.vocab_size]
+        if limited:
+            fields["top_k"] = self._tensor(top_k, torch.int64)
+            fields["max_top_k"] = max(limited)
+        if any(p.top_p < 1 for p in params):
+            fields["top_p"] = self._tensor([p.top_p for p in params], torch.float64)
+        if any(p.min_p for p in params):
+            fields["min_p"] = self._tensor([p.min_p for p in params], torch.float32)
+        return fields
+
+    def _from_history(self) -> dict[str, Any]:
+        """All that depends on the requests' output so far."""
+        fields: dict[str, Any] = {}
+        chosen = self._chosen
+        if self._cached is not None and self._cached.temperature is not None:
+            positions = np.array([row.request.num_output_tokens for row in chosen], dtype=np.uint64)
+            fields["noise"] = torch.from_numpy(uniform_noise(self._seeds, positions)).to(self.device)
+        banned = [(r, token) for r, row in enumerate(chosen) for token in row.banned_token_ids()]
+        if banned:
+            fields["banned"] = self._entries(banned)
+        penalised = [(r, row, row.seen) for r, row in enumerate(chosen) if row.seen is not None]
+        if penalised:
+            fields["penalties"] = self._penalties(penalised)
+        return fields
+
+    def _penalties(self, penalised: list[tuple[int, _Row, _SeenTokens]]) -> Penalties:
+        for _, row, seen in penalised:
+            seen.read(row.request.all_token_ids)
+        sizes = [seen.size for _, _, seen in penalised]
+
+        def spread(values: list[float]) -> torch.Tensor:
+            return torch.from_numpy(np.repeat(np.asarray(values, dtype=np.float32), sizes)).to(self.device)
+
+        rows = torch.from_numpy(np.repeat(np.array([r for r, _, _ in penalised], dtype=np.int64), sizes))
+        tokens = torch.from_numpy(np.concatenate([seen.tokens[: seen.size] for _, _, seen in penalised]))
+        counts = torch.from_numpy(np.concatenate([seen.counts[: seen.size] for _, _, seen in penalised]))
+        return Penalties(
+            TokenEntries(rows.to(self.device), tokens.to(self.device)),
+            counts.to(self.device),
+            repetition=spread([row.params.repetition_penalty for _, row, _ in penalised]),
+            frequency=spread([row.params.frequency_penalty for _, row, _ in penalised]),
+            presence=spread([row.params.presence_penalty for _, row, _ in penalised]),
+        )
+
+    def _entries(self, pairs: Iterable[tuple[int, int]]) -> TokenEntries:
+        rows, tokens = zip(*pairs, strict=True)
+        return TokenEntries(self._tensor(rows, torch.int64), self._tensor(tokens, torch.int64))
+
+    def _tensor(self, values: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype).to(self.device)
