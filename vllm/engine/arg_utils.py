@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's arguments: which there are, which of upstream's there are not, and the configuration they make."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args, get_type_hints
+
+import torch
+
+from vllm.config import (
+    CacheConfig,
+    CompilationConfig,
+    CUDAGraphMode,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader.weight_utils import resolve_model_path
+from vllm.transformers_utils import config as hf
+
+logger = init_logger(__name__)
+
+# Upstream's arguments (release 0.33, and two older ones that scripts still pass) that this engine does not have, each
+# with the values that ask for nothing it lacks.
+_OFF = (False, None)
+_NOTHING = (None, "", 0, {}, [], set())
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "runner": ("auto", "generate"),
+    "convert": ("auto", "none"),
+    "swap_space": (0, 4, None),
+    "device": ("auto", None),
+    "disable_custom_all_reduce": (False, True),
+    "disable_cascade_attn": (None, False, True),
+    "use_tqdm_on_load": (True, False),
+    "language_model_only": (False, True),
+    "config_format": ("auto", "hf"),
+    "model_impl": ("auto", "vllm"),
+    "moe_backend": ("auto",),
+    "linear_backend": ("auto",),
+    "sparse_indexer_topk_backend": ("auto",),
+    "attention_backend": (None, "auto"),
+    "all2all_backend": ("allgather_reducescatter", None),
+    "data_parallel_backend": ("mp",),
+    "expert_placement_strategy": ("linear",),
+    "offload_backend": ("auto",),
+    "scheduling_policy": ("fcfs",),
+    "logprobs_mode": ("raw_logprobs",),
+    "prefix_caching_hash_algo": ("sha256", "builtin"),
+    "worker_cls": ("auto",),
+    "mamba_cache_dtype": ("auto",),
+    "mamba_ssm_cache_dtype": ("auto",),
+    "mamba_cache_mode": ("none",),
+    "jit_monitor_mode": ("warn",),
+    "per_request_spec_decode_metrics": ("none",),
+    "performance_mode": ("balanced",),
+    "optimization_level": (None, 2),
+    "kv_offloading_backend": ("native",),
+    "lora_dtype": ("auto",),
+    "mm_processor_device": ("auto",),
+    "mm_processor_cache_gb": (4, 0),
+    "mm_processor_cache_type": ("lru", None),
+    "mm_hasher_algorithm": ("blake3",),
+    "mm_shm_cache_max_object_size_mb": (128,),
+    "mm_encoder_tp_mode": ("weights",),
+    "mm_encoder_fp8_scale_save_margin": (1.5,),
+    "mm_tensor_ipc": ("direct_rpc",),
+    "mm_device_do_normalize": (True, None),
+    "video_pruning_method": ("evs",),
+    "renderer_num_workers": (1,),
+    "pipeline_parallel_size": (1,),
+    "prefill_context_parallel_size": (1,),
+    "decode_context_parallel_size": (1,),
+    "dcp_kv_cache_interleave_size": (1,),
+    "nnodes": (1,),
+    "node_rank": (0,),
+    "master_addr": ("127.0.0.1",),
+    "master_port": (29501,),
+    "dbo_decode_token_threshold": (32,),
+    "dbo_prefill_token_threshold": (512,),
+    "dp_sync_interval": (16,),
+    "_api_process_count": (1,),
+    "_api_process_rank": (0,),
+    "safetensors_prefetch_num_threads": (8,),
+    "safetensors_prefetch_block_size": (16777216,),
+    "offload_num_in_group": (1,),
+    "offload_prefetch_step": (1,),
+    "max_loras": (1,),
+    "max_lora_rank": (16,),
+    "ignore_patterns": (["original/**/*"], None),
+    "scheduler_reserve_full_isl": (True,),
+    "prefill_schedule_interval": (1,),
+    "kv_cache_metrics_sample": (0.01,),
+    "replayssm_buffer_len": (16,),
+    "mamba_cache_philox_rounds": (0,),
+    "pt_load_map_location": ("cpu",),
+    "stream_interval": (1,),
+    "watermark": (0.0, 0, None),
+    "swa_bounded_replay": (True,),
+    "mamba_backend": ("triton", None),
+    **dict.fromkeys(
+        """enable_return_routed_experts return_sampling_mask enable_prompt_embeds numa_bind data_parallel_hybrid_lb
+        data_parallel_external_lb data_parallel_multi_port_external_lb enable_hc_sp enable_batch_sharded_sampling
+        enable_ep_weight_filter enable_elastic_ep enable_dbo enable_eplb disable_sliding_window
+        long_prefill_token_threshold_adaptive use_fp64_gumbel enable_trace_replay aggregate_engine_logging
+        allow_deprecated_quantization enable_shm_tensor_arena enable_mm_embeds interleave_mm_strings mm_encoder_only
+        skip_mm_profiling enable_lora fully_sharded_loras enable_tower_connector_lora specialize_active_lora
+        enable_mixed_moe_lora_format enable_moe_shared_loras ray_workers_use_nsight disable_chunked_mm_input
+        disable_hybrid_kv_cache_manager kv_cache_metrics cudagraph_metrics enable_layerwise_nvtx_tracing
+        enable_mfu_metrics enable_logging_iteration_details jit_monitor_verbose enable_mm_processor_stats
+        enable_flashinfer_autotune enable_sleep_mode sleep_mode_offload_cudagraph enable_cumem_allocator
+        enable_nccl_comm_suspend enable_mamba_shared_prefix_checkpoint use_replayssm
+        enable_mamba_cache_stochastic_rounding kv_sharing_fast_prefill enable_fault_tolerance tokens_only
+        fail_on_environ_validation""".split(),  # noqa: SIM905
+        _OFF,
+    ),
+    **dict.fromkeys(
+        """model_weights hf_config_path allowed_local_media_path allowed_media_domains download_dir
+        safetensors_load_strategy max_cudagraph_capture_size ir_op_priority distributed_timeout_seconds
+        cpu_distributed_timeout_seconds numa_bind_nodes numa_bind_cpus device_ids dcp_comm_backend dcp_q_replicate
+        cp_kv_cache_interleave_size data_parallel_rank data_parallel_start_rank data_parallel_size_local
+        data_parallel_address data_parallel_rpc_port elastic_ep_max_dp_size ubatch_size
+        disable_nccl_for_dp_synchronization eplb_config max_parallel_loading_workers prefix_cache_retention_interval
+        cpu_offload_gb cpu_offload_params offload_group_size offload_params max_num_scheduled_tokens
+        long_prefill_token_threshold max_num_active_seqs max_num_queued_reqs max_num_queued_tokens code_revision
+        hf_token model_class_overrides quantization_config limit_mm_per_prompt media_io_kwargs mm_processor_kwargs
+        mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path
+        io_processor_plugin video_pruning_rate mm_ipc_gpu_memory_gb default_mm_loras max_cpu_loras lora_target_modules
+        max_lora_cls_labels model_loader_extra_config structured_outputs_config aux_output_config
+        reasoning_parser reasoning_parser_plugin speculative_config spec_method spec_model spec_tokens watermark_config
+        diffusion_config show_hidden_metrics_for_version otlp_traces_endpoint collect_detailed_traces
+        custom_histogram_buckets scheduler_cls pooler_config attention_config engram_config mamba_config kernel_config
+        worker_extension_cls profiler_config logging_config log_level log_config_file kv_transfer_config
+        kv_events_config ec_transfer_config ec_manager_config reasoning_config sleep_preserve_parameter_names
+        kv_cache_dtype_skip_layers mamba_block_size prefix_match_unit mamba_ssu_algorithm additional_config
+        logits_processors fault_tolerance_config kv_offloading_size shutdown_timeout weight_transfer_config
+        gdn_prefill_backend kda_prefill_backend kda_decode_backend""".split(),  # noqa: SIM905
+        _NOTHING,
+    ),
+}
+
+
+def check_arguments(owner: str, known: list[str], given: Mapping[str, Any]) -> None:
+    """Raise for each argument of ``given`` that is not ``known``, unless its value asks for nothing.
+
+    ``NotImplementedError`` for upstream's, ``TypeError`` with the nearest known name for any other.
+    """
+    for name, value in given.items():
+        if name in known:
+            continue
+        if name not in UNSUPPORTED:
+            near = difflib.get_close_matches(name, [*known, *UNSUPPORTED], n=1, cutoff=0.0)[0]
+            raise TypeError(f"{owner} has no argument {name!r}; the nearest is {near!r}")
+        if not any(type(value) is type(harmless) and value == harmless for harmless in UNSUPPORTED[name]):
+            raise NotImplementedError(f"{owner}({name}={value!r}) is not supported by this engine; leave {name} out")
+
+
+@dataclass(init=False)
+class EngineArgs:
+    """The arguments of an engine, with upstream's names.
+
+    - ``model``: a Hugging Face folder, a GGUF file or a hub id; ``tokenizer``: the same, by default the model's.
+    - ``dtype``: ``auto`` keeps fp16 and bf16 checkpoints and runs others in bf16; or float16, bfloat16, float32.
+    - ``max_model_len``: most tokens of one request, prompt and output; by default what the model's config allows.
+    - ``max_num_seqs`` and ``max_num_batched_tokens``: most requests and tokens of one step.
+    - ``kv_cache_memory_bytes``, else ``gpu_memory_utilization`` (share of the device's memory), sizes the KV cache.
+    - ``generation_config``: ``auto`` (the model's sampling defaults), ``vllm`` (neutral ones) or a folder.
+    - ``hf_overrides``: values for the model's config, or a function from config to config.
+
+    Raises ``TypeError`` for unknown arguments, naming the nearest, and ``NotImplementedError`` for those of upstream's
+    that this engine does not have.
+    """
+
+    model: str
+    served_model_name: str | None = None
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
+    tokenizer_mode: str = "auto"
+    trust_remote_code: bool = False
+    load_format: str = "auto"
+    dtype: str | torch.dtype = "auto"
+    kv_cache_dtype: str = "auto"
+    seed: int = 0
+    max_model_len: int | None = None
+    cudagraph_capture_sizes: list[int] | None = None
+    distributed_executor_backend: str | None = None
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    block_size: int | None = None
+    enable_prefix_caching: bool | None = None
+    gpu_memory_utilization: float = CacheConfig.gpu_memory_utilization
+    kv_cache_memory_bytes: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
+    max_logprobs: int = ModelConfig.max_logprobs
+    disable_log_stats: bool = False
+    revision: str | None = None
+    hf_overrides: dict[str, Any] | Any = None
+    tokenizer_revision: str | None = None
+    quantization: str | None = None
+    enforce_eager: bool = False
+    num_gpu_blocks_override: int | None = None
+    enable_chunked_prefill: bool | None = None
+    compilation_config: int | dict[str, Any] | CompilationConfig | None = None
+    generation_config: str = "auto"
+    override_generation_config: dict[str, Any] = field(default_factory=dict)
+    async_scheduling: bool | None = None
+
+    def __init__(self, model: str, **kwargs: Any) -> None:
+        fields = dataclasses.fields(self)
+        check_arguments("EngineArgs", [f.name for f in fields], kwargs)
+        self.model = os.fspath(model)
+        for f in fields[1:]:
+            default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+            setattr(self, f.name, kwargs.get(f.name, default))
+
+    def create_model_config(self) -> ModelConfig:
+        """The model, resolved: reads its config, not its weights."""
+        path = resolve_model_path(self.model, self.revision)
+        is_gguf = path.is_file()
+        if self.quantization is not None and not (is_gguf and self.quantization == "gguf"):
+            raise NotImplementedError(
+                f"quantization={self.quantization!r} is not supported; leave it out (a GGUF file is dequantised)"
+            )
+        config = hf.get_config(path, self.trust_remote_code, self.hf_overrides)
+        hf.check_unquantised(config)
+        return ModelConfig(
+            model=str(path),
+            tokenizer=self.tokenizer or str(path),
+            hf_config=hf.get_hf_text_config(config),
+            architecture=hf.get_architecture(config),
+            dtype=hf.resolve_dtype(self.dtype, config),
+            max_model_len=hf.resolve_max_model_len(self.max_model_len, config),
+            seed=0 if self.seed is None else self.seed,
+            trust_remote_code=self.trust_remote_code,
+            skip_tokenizer_init=self.skip_tokenizer_init,
+            tokenizer_mode=self.tokenizer_mode,
+            revision=self.revision,
+            tokenizer_revision=self.tokenizer_revision,
+            load_format=self.load_format,
+            max_logprobs=self.max_logprobs,
+            served_model_name=self.served_model_name or self.model,
+        )
+
+    def create_engine_config(self) -> VllmConfig:
+        """Everything resolved and checked, nothing allocated. Raises ``ValueError`` with the values and the remedy."""
+        if self.async_scheduling:
+            raise NotImplementedError("async_scheduling=True is not supported; leave it out")
+        model_config = self.create_model_config()
+        return VllmConfig(
+            model_config=model_config,
+            cache_config=CacheConfig(
+                block_size=CacheConfig.block_size if self.block_size is None else self.block_size,
+                gpu_memory_utilization=self.gpu_memory_utilization,
+                kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+                num_gpu_blocks_override=self.num_gpu_blocks_override,
+                enable_prefix_caching=self.enable_prefix_caching is not False,
+                cache_dtype=self.kv_cache_dtype,
+            ),
+            parallel_config=ParallelConfig(
+                tensor_parallel_size=self.tensor_parallel_size,
+                data_parallel_size=self.data_parallel_size,
+                enable_expert_parallel=self.enable_expert_parallel,
+                distributed_executor_backend=self.distributed_executor_backend,
+            ),
+            scheduler_config=self._scheduler_config(model_config.max_model_len),
+            compilation_config=self._compilation_config(),
+            disable_log_stats=self.disable_log_stats,
+        )
+
+    def get_generation_config(self, model_config: ModelConfig) -> dict[str, Any]:
+        """End tokens and sampling defaults; see ``vllm.transformers_utils.config.get_generation_config``."""
+        path = resolve_model_path(model_config.model, self.revision)
+        return hf.get_generation_config(
+            path, self.generation_config, self.override_generation_config, model_config.hf_config
+        )
+
+    def _scheduler_config(self, max_model_len: int) -> SchedulerConfig:
+        """A limit that was not given gives way to one that was."""
+        chunked = self.enable_chunked_prefill is not False
+        seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        if tokens is None:
+            tokens = max(SchedulerConfig.max_num_batched_tokens, seqs or 0, 0 if chunked else max_model_len)
+        if seqs is None:
+            seqs = min(SchedulerConfig.max_num_seqs, tokens)
+        return SchedulerConfig(max_num_batched_tokens=tokens, max_num_seqs=seqs, enable_chunked_prefill=chunked)
+
+    def _compilation_config(self) -> CompilationConfig:
+        given = self.compilation_config
+        if isinstance(given, CompilationConfig):
+            config = given
+        else:
+            if given is None or (isinstance(given, int) and given == 0):
+                given = {}
+            if not isinstance(given, Mapping):
+                raise NotImplementedError(f"compilation_config={given!r}: models are not compiled; leave it out")
+            supported = [f.name for f in dataclasses.fields(CompilationConfig)]
+            for key in given:
+                if key not in supported:
+                    raise NotImplementedError(
+                        f"compilation_config has {key!r}, which is not supported; known: {', '.join(supported)}"
+                    )
+            config = CompilationConfig(
+                _graph_mode(given.get("cudagraph_mode")), tuple(given.get("cudagraph_capture_sizes") or ())
+            )
+        if self.cudagraph_capture_sizes is not None:
+            config = dataclasses.replace(config, cudagraph_capture_sizes=tuple(self.cudagraph_capture_sizes))
+        if self.enforce_eager:
+            config = dataclasses.replace(config, cudagraph_mode=CUDAGraphMode.NONE)
+        return config
+
+    @classmethod
+    def add_cli_args(cls, parser: argparse.ArgumentParser) -> None:
+        """An option for each argument that a command line can carry."""
+        group = parser.add_argument_group("engine")
+        hints = get_type_hints(cls)
+        for f in dataclasses.fields(cls):
+            option = "--" + f.name.replace("_", "-")
+            kinds = [kind for kind in (get_args(hints[f.name]) or (hints[f.name],)) if kind is not type(None)]
+            default = argparse.SUPPRESS
+            if f.name == "model":
+                group.add_argument(option, required=True, help="Hugging Face folder, GGUF file or hub id")
+            elif bool in kinds:
+                group.add_argument(option, action=argparse.BooleanOptionalAction, default=default)
+            elif (kinds[0] in (int, float, str) and len(kinds) == 1) or f.name == "dtype":
+                group.add_argument(option, type=kinds[0], default=default, metavar=kinds[0].__name__)
+            else:
+                group.add_argument(option, type=json.loads, default=default, metavar="JSON")
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
+        given = vars(args)
+        return cls(**{f.name: given[f.name] for f in dataclasses.fields(cls) if f.name in given})
+
+
+def _graph_mode(mode: Any) -> CUDAGraphMode:
+    if mode is None:
+        return CUDAGraphMode.NONE
+    name = mode.upper() if isinstance(mode, str) else getattr(mode, "name", str(mode))
+    if name not in CUDAGraphMode.__members__:
+        known = ", ".join(CUDAGraphMode.__members__)
+        raise NotImplementedError(f"cudagraph_mode={mode!r} is not supported; known: {known}")
+    return CUDAGraphMode[name]

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``vllm`` command. Each subcommand imports what it needs only when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """Names the nearest option where one is unknown, and takes no abbreviations."""
+
+    def __init__(self, prog: str, description: str) -> None:
+        super().__init__(prog, description=description, allow_abbrev=False)
+
+    def parse_args(self, args=None, namespace=None):  # type: ignore[override]
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            near = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.0)[0]
+            self.error(f"unknown argument {unknown[0]!r}; the nearest is {near!r}")
+        return parsed
+
+
+def _throughput(argv: Sequence[str]) -> int:
+    from vllm.entrypoints.cli.benchmark import throughput
+
+    return throughput(argv)
+
+
+def _latency(argv: Sequence[str]) -> int:
+    from vllm.entrypoints.cli.benchmark import latency
+
+    return latency(argv)
+
+
+def _collect_env(argv: Sequence[str]) -> int:
+    from vllm.entrypoints.cli.collect_env import main
+
+    return main(argv)
+
+
+def _patches(argv: Sequence[str]) -> int:
+    from patches.__main__ import main
+
+    return main(argv)
+
+
+def _doctor(argv: Sequence[str]) -> int:
+    from vllm.v1.debug.doctor import main
+
+    return main(argv)
+
+
+COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "bench throughput": (_throughput, "tokens per second of many requests at once"),
+    "bench latency": (_latency, "time of one batch from prompt to last token"),
+    "collect-env": (_collect_env, "what a bug report needs to know of this machine"),
+    "doctor": (_doctor, "read the ranks' collective ledgers and say who waits for whom"),
+    "patches": (_patches, "apply this project's fixes to an upstream vLLM"),
+}
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(["usage: vllm COMMAND [OPTIONS]", "", *lines, "", "vllm COMMAND --help shows its options."])
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"{_usage()}\n\nvllm: error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; a mistyped command or option is named on stderr, with code 2."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] in (["--version"], ["-v"]):
+        from vllm import __version__
+
+        print(__version__)
+        return 0
+    if argv[:1] in (["--help"], ["-h"]):
+        print(_usage())
+        return 0
+    if not argv:
+        _fail("give a command")
+    for words in (2, 1):
+        name = " ".join(argv[:words])
+        if name in COMMANDS:
+            return COMMANDS[name][0](argv[words:])
+    name = " ".join(argv[:2] if argv[0] == "bench" else argv[:1])
+    near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.0)[0]
+    _fail(f"unknown command {name!r}; the nearest is {near!r}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokenizers, loaded through transformers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def get_tokenizer(
+    tokenizer_name: str | Path,
+    *args: Any,
+    tokenizer_mode: str = "auto",
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    **kwargs: Any,
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder, a hub id or a GGUF file.
+
+    ``tokenizer_mode``: ``auto`` and ``hf`` take the fast tokenizer where there is one, ``slow`` the Python one. The
+    rest goes to transformers' ``from_pretrained``. Raises ``ValueError``, with the path and the cause, for a tokenizer
+    that cannot be read.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if tokenizer_mode not in ("auto", "hf", "slow"):
+        raise NotImplementedError(f"tokenizer_mode={tokenizer_mode!r} is not supported; use 'auto', 'hf' or 'slow'")
+    name = os.path.expanduser(os.fspath(tokenizer_name))
+    try:
+        if os.path.isfile(name):
+            # AutoTokenizer would read the model's config from the file first, which takes far longer.
+            folder, gguf_file = os.path.split(os.path.abspath(name))
+            return PreTrainedTokenizerFast.from_pretrained(folder, *args, gguf_file=gguf_file, **kwargs)
+        if tokenizer_mode == "slow":
+            kwargs["use_fast"] = False
+        return AutoTokenizer.from_pretrained(
+            name, *args, trust_remote_code=trust_remote_code, revision=revision, cache_dir=download_dir, **kwargs
+        )
+    except Exception as error:  # each tokenizer format has its own way to fail
+        raise ValueError(
+            f"the tokenizer of {name!r} cannot be loaded: {type(error).__name__}: {error}\n"
+            "Give a folder with tokenizer files, or a .gguf file, as tokenizer=..., or pass token ids with "
+            "skip_tokenizer_init=True"
+        ) from error
+
+
+__all__ = ["get_tokenizer"]
