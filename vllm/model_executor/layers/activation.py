@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activation functions of the feed-forward layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from vllm import _custom_ops as ops
+
+
+class SiluAndMul(nn.Module):
+    """x [T, 2I] → silu(x[:, :I]) · x[:, I:] [T, I] (SwiGLU, Shazeer 2020)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ops.silu_and_mul(x)
+
+
+def check_hidden_act(name: str) -> None:
+    """The feed-forward layers here are SwiGLU: another activation is an error that names it."""
+    if name != "silu":
+        raise ValueError(f"hidden_act={name!r} is not supported: the feed-forward layers take 'silu'")

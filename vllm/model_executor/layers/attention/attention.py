@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention layer of the models: binds a backend, a KV cache and this step's metadata together."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from vllm.forward_context import get_forward_context, set_current_layer
+from vllm.v1.attention.backends.registry import get_attn_backend
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
+
+
+class Attention(nn.Module):
+    """Causal self-attention over the paged cache: query [T, H·D], key and value [T, J·D] → [T, H·D].
+
+    Rows of the result past the real tokens are exactly 0, whatever memory held (law 2). Without attention metadata
+    (profiling) the result is all zeros and no cache is touched.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        dtype: torch.dtype,
+        prefix: str,
+        sliding_window: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads
+        self.dtype, self.layer_name = dtype, prefix
+        self.sliding_window = sliding_window or 0
+        self.backend = get_attn_backend()
+        self.impl = self.backend.impl_cls(num_heads, head_size, scale, num_kv_heads, self.sliding_window)
+        self.kv_cache: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def get_kv_cache_spec(self) -> AttentionSpec:
+        return AttentionSpec(self.num_kv_heads, self.head_size, self.dtype, self.sliding_window or None)
+
+    def bind_kv_cache(self, config: KVCacheConfig) -> None:
+        """Allocate this layer's cache. Blocks are zeroed so that no kernel that reads a whole block meets NaN."""
+        shape = self.backend.get_kv_cache_shape(config.num_blocks, config.block_size, self.num_kv_heads, self.head_size)
+        self.kv_cache = (torch.zeros(shape, dtype=self.dtype), torch.zeros(shape, dtype=self.dtype))
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        num_tokens_padded = query.shape[0]
+        set_current_layer(self.layer_name)
+        context = get_forward_context()
+        if context.attn_metadata is None:
+            return query.new_zeros(num_tokens_padded, self.num_heads * self.head_size)
+        assert self.kv_cache is not None, f"{self.layer_name}: the KV cache was never bound"
+        metadata = context.attn_metadata[self.layer_name]
+        output = torch.empty(num_tokens_padded, self.num_heads, self.head_size, dtype=query.dtype, device=query.device)
+        self.impl.forward(
+            query.unflatten(-1, (self.num_heads, self.head_size)),
+            key.unflatten(-1, (self.num_kv_heads, self.head_size)),
+            value.unflatten(-1, (self.num_kv_heads, self.head_size)),
+            self.kv_cache,
+            metadata,
+            output,
+        )
+        if metadata.num_actual_tokens < num_tokens_padded:
+            output[metadata.num_actual_tokens :].zero_()
+        return output.view(num_tokens_padded, -1)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mixture-of-experts layer: route → dispatch → experts → combine.
+
+Routing happens on the rank that owns the token. ``dispatch`` and ``combine`` are the EP group's: the identity on one
+rank, a gather and a reduce-scatter where DP ranks share the experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from vllm import _cpu_ops, forward_context
+from vllm.distributed import get_ep_group, get_tp_group
+from vllm.model_executor.layers.linear import divide
+from vllm.model_executor.parameter import WeightSpec
+
+
+def select_experts(
+    router_logits: torch.Tensor, top_k: int, renormalize: bool, num_tokens_unpadded: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax over all experts in fp32, then the ``top_k`` largest (Shazeer et al. 2017; Jiang et al. 2024).
+
+    router_logits [T, E] → weights [T, top_k] fp32, ids [T, top_k] int32. Rows from ``num_tokens_unpadded`` on are
+    padding: id -1 and weight 0, whatever their logits hold. A NaN there would make top-k return one expert many times.
+    """
+    weights, ids = torch.topk(torch.softmax(router_logits, dim=-1, dtype=torch.float32), top_k, dim=-1)
+    if renormalize:
+        weights /= weights.sum(dim=-1, keepdim=True)
+    ids = ids.to(torch.int32)
+    if num_tokens_unpadded < router_logits.shape[0]:
+        ids[num_tokens_unpadded:] = -1
+        weights[num_tokens_unpadded:] = 0
+    return weights, ids
+
+
+class FusedMoE(nn.Module):
+    """Routed SwiGLU experts: hidden_states [T, hidden] and router_logits [T, E] → [T, hidden].
+
+    With expert parallelism EP rank r holds experts [r·E/ep, (r+1)·E/ep) whole, else every rank holds a TP slice of
+    each expert. ``expert_names(e)`` gives the checkpoint prefixes of expert e's gate, up and down projections.
+
+    Raises:
+        ValueError: the experts, or their intermediate size, cannot be divided over the ranks.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        intermediate_size: int,
+        renormalize: bool,
+        dtype: torch.dtype,
+        prefix: str,
+        expert_names: Callable[[int], tuple[str, str, str]],
+        enable_expert_parallel: bool,
+    ) -> None:
+        super().__init__()
+        if not 0 < top_k <= num_experts:
+            raise ValueError(f"{prefix}: num_experts_per_tok={top_k} of {num_experts} experts; give 1 to {num_experts}")
+        self.num_experts, self.top_k, self.renormalize = num_experts, top_k, renormalize
+        self.hidden_size, self.intermediate_size, self.dtype = hidden_size, intermediate_size, dtype
+        self.layer_name, self.expert_names = prefix, expert_names
+        ep, tp = get_ep_group(), get_tp_group()
+        if enable_expert_parallel:
+            if num_experts % ep.world_size:
+                raise ValueError(
+                    f"{prefix}: {num_experts} experts cannot be divided over {ep.world_size} expert-parallel ranks; "
+                    f"choose data_parallel_size x tensor_parallel_size that divides {num_experts}"
+                )
+            self.local_num_experts = num_experts // ep.world_size
+            self.first_expert, self.intermediate_slice = ep.rank_in_group * self.local_num_experts, slice(None)
+            self.local_intermediate = intermediate_size
+        else:
+            self.local_num_experts, self.first_expert = num_experts, 0
+            self.local_intermediate = divide(intermediate_size, tp.world_size, f"intermediate size of {prefix}")
+            first = tp.rank_in_group * self.local_intermediate
+            self.intermediate_slice = slice(first, first + self.local_intermediate)
+        expert_map = torch.full((num_experts,), -1, dtype=torch.int32)
+        expert_map[self.first_expert : self.first_expert + self.local_num_experts] = torch.arange(
+            self.local_num_experts, dtype=torch.int32
+        )
+        self.expert_map = None if self.local_num_experts == num_experts else expert_map
+        self.w13: torch.Tensor | _cpu_ops.PackedExperts | None = None
+        self.w2: torch.Tensor | _cpu_ops.PackedExperts | None = None
+
+    def weight_specs(self) -> list[WeightSpec]:
+        specs = []
+        hidden, inter = self.hidden_size, self.intermediate_size
+        for expert in range(self.num_experts):
+            local = expert - self.first_expert
+            needed = 0 <= local < self.local_num_experts
+            gate, up, down = self.expert_names(expert)
+            specs += [
+                WeightSpec(f"{gate}.weight", (inter, hidden), self._take_w13(local, 0), needed=needed),
+                WeightSpec(f"{up}.weight", (inter, hidden), self._take_w13(local, 1), needed=needed),
+                WeightSpec(f"{down}.weight", (hidden, inter), self._take_w2(local), needed=needed),
+            ]
+        return specs
+
+    def _take_w13(self, expert: int, half: int) -> Callable[[torch.Tensor], None]:
+        def take(loaded: torch.Tensor) -> None:
+            size = self.local_intermediate
+            if self.w13 is None:
+                self.w13 = torch.empty(self.local_num_experts, 2 * size, self.hidden_size, dtype=self.dtype)
+            self.w13[expert, half * size : (half + 1) * size].copy_(loaded[self.intermediate_slice])
+
+        return take
+
+    def _take_w2(self, expert: int) -> Callable[[torch.Tensor], None]:
+        def take(loaded: torch.Tensor) -> None:
+            if self.w2 is None:
+                self.w2 = torch.empty(
+                    self.local_num_experts, self.hidden_size, self.local_intermediate, dtype=self.dtype
+                )
+            self.w2[expert].copy_(loaded[:, self.intermediate_slice])
+
+        return take
+
+    def process_weights_after_loading(self) -> None:
+        assert self.w13 is not None, f"{self.layer_name}: no gate or up projection was loaded"
+        assert self.w2 is not None, f"{self.layer_name}: no down projection was loaded"
+        if self.w13.is_cpu:
+            self.w13 = _cpu_ops.pack_expert_weights(self.w13, gated=True)
+            self.w2 = _cpu_ops.pack_expert_weights(self.w2)
+
+    def forward(
+        self, hidden_states: torch.Tensor, router_logits: torch.Tensor, tp_partial: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``tp_partial`` [T, hidden]: a shared expert's share, partial over TP, that rides in the combine's sum."""
+        forward_context.set_current_layer(self.layer_name)
+        plan = forward_context.get_forward_context().batch_plan
+        weights, ids = select_experts(router_logits, self.top_k, self.renormalize, plan.num_tokens_unpadded)
+        ep = get_ep_group()
+        sent = ep.dispatch(hidden_states, weights, ids)
+        return ep.combine(self.experts(sent.hidden_states, sent.topk_weights, sent.topk_ids), sent, tp_partial)
+
+    def experts(self, hidden_states: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """This rank's share of the experts' output for R rows: [R, hidden], exactly 0 in rows with no expert here."""
+        if self.expert_map is not None:
+            ids = torch.where(ids >= 0, self.expert_map[ids.clamp(min=0)], -1)
+        op = _cpu_ops.fused_experts if hidden_states.is_cpu else _cpu_ops.fused_experts_ref
+        return op(hidden_states, self.w13, self.w2, ids, weights)

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RMS normalisation (Zhang and Sennrich 2019): x / sqrt(mean(x²) + eps) · weight."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from vllm import _custom_ops as ops
+from vllm.model_executor.parameter import WeightSpec
+
+
+class RMSNorm(nn.Module):
+    """Over the last dimension of x [..., D].
+
+    ``zero_centered`` checkpoints store weight − 1 (Qwen3-Next): 1 is added, in fp32, when the weight is loaded.
+    """
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, prefix: str, zero_centered: bool = False) -> None:
+        super().__init__()
+        self.size, self.eps, self.dtype, self.prefix = size, eps, dtype, prefix
+        self.zero_centered = zero_centered
+        self.weight: torch.Tensor | None = None
+
+    def weight_specs(self) -> list[WeightSpec]:
+        return [WeightSpec(f"{self.prefix}.weight", (self.size,), self._take, torch.float32)]
+
+    def _take(self, loaded: torch.Tensor) -> None:
+        # A zero-centred weight stays fp32: rounding 1 + w to bf16 would lose most of w.
+        weight = loaded + 1.0 if self.zero_centered else loaded.to(self.dtype)
+        self.weight = torch.empty(self.size, dtype=weight.dtype)
+        self.weight.copy_(weight)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """The normalised x; with ``residual`` also the new residual x + residual, which is written in place."""
+        assert self.weight is not None, f"{self.prefix}: no weight was loaded"
+        if residual is None:
+            return ops.rms_norm(x, self.weight, self.eps)
+        return ops.fused_add_rms_norm(x, residual, self.weight, self.eps)

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers and their tensor-parallel shards.
+
+Every layer holds one local weight [N, K] that is filled from slices of checkpoint tensors: a ``Shard`` says which
+slice of which tensor goes where. On CPU the weight is packed for the kernels once it is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from vllm import _cpu_ops
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
+from vllm.model_executor.parameter import WeightSpec
+
+
+def divide(numerator: int, denominator: int, what: str) -> int:
+    """``numerator / denominator`` where it is whole; ``ValueError`` naming ``what`` where it is not."""
+    if numerator % denominator:
+        raise ValueError(
+            f"{what}: {numerator} cannot be divided over tensor_parallel_size={denominator}; "
+            f"choose a tensor_parallel_size that divides {numerator}"
+        )
+    return numerator // denominator
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rows ``rows`` and columns ``cols`` of checkpoint tensor ``name`` [full] become local rows from ``at`` on."""
+
+    name: str
+    full: tuple[int, int]
+    rows: slice
+    cols: slice
+    at: int
+
+    @property
+    def num_rows(self) -> int:
+        return len(range(*self.rows.indices(self.full[0])))
+
+    @property
+    def num_cols(self) -> int:
+        return len(range(*self.cols.indices(self.full[1])))
+
+
+class LinearBase(nn.Module):
+    """x [T, K] → x Wᵀ + b [T, N] over this rank's shards."""
+
+    def __init__(self, shards: Sequence[Shard], bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.shards = list(shards)
+        self.dtype = dtype
+        self.has_bias = bias
+        self.input_size_per_partition = self.shards[0].num_cols
+        self.output_size_per_partition = sum(shard.num_rows for shard in self.shards)
+        self.weight: torch.Tensor | None = None
+        self.bias: torch.Tensor | None = None
+        self.packed: _cpu_ops.PackedWeight | None = None
+
+    def weight_specs(self) -> list[WeightSpec]:
+        specs = [WeightSpec(shard.name, shard.full, self._weight_taker(shard)) for shard in self.shards]
+        if self.has_bias:
+            specs += [
+                WeightSpec(shard.name.removesuffix("weight") + "bias", shard.full[:1], self._bias_taker(shard))
+                for shard in self.shards
+            ]
+        return specs
+
+    def _weight_taker(self, shard: Shard):
+        def take(loaded: torch.Tensor) -> None:
+            if self.weight is None:
+                self.weight = torch.empty(
+                    self.output_size_per_partition, self.input_size_per_partition, dtype=self.dtype
+                )
+            self.weight[shard.at : shard.at + shard.num_rows].copy_(loaded[shard.rows, shard.cols])
+
+        return take
+
+    def _bias_taker(self, shard: Shard):
+        def take(loaded: torch.Tensor) -> None:
+            if self.bias is None:
+                self.bias = torch.empty(self.output_size_per_partition, dtype=self.dtype)
+            self.bias[shard.at : shard.at + shard.num_rows].copy_(loaded[shard.rows])
+
+        return take
+
+    def process_weights_after_loading(self) -> None:
+        assert self.weight is not None, f"{self.shards[0].name}: no weight was loaded"
+        if self.weight.is_cpu:
+            self.packed = _cpu_ops.pack_linear_weight(self.weight)
+            self.weight = None
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if self.packed is not None:
+            return _cpu_ops.linear(x, self.packed, self.bias)
+        assert self.weight is not None, f"{self.shards[0].name}: no weight was loaded"
+        return F.linear(x, self.weight, self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.apply(x)
+
+
+class ReplicatedLinear(LinearBase):
+    """The whole weight on every rank."""
+
+    def __init__(self, input_size: int, output_size: int, bias: bool, dtype: torch.dtype, prefix: str) -> None:
+        shard = Shard(f"{prefix}.weight", (output_size, input_size), slice(None), slice(None), 0)
+        super().__init__([shard], bias, dtype)
+
+
+class MergedColumnParallelLinear(LinearBase):
+    """Several linear layers of one input as one matrix product; each one's output rows are split over TP."""
+
+    def __init__(
+        self, input_size: int, output_sizes: Sequence[int], bias: bool, dtype: torch.dtype, names: Sequence[str]
+    ) -> None:
+        tp_size, tp_rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+        shards, at = [], 0
+        for name, size in zip(names, output_sizes, strict=True):
+            local = divide(size, tp_size, f"output size of {name}")
+            rows = slice(tp_rank * local, (tp_rank + 1) * local)
+            shards.append(Shard(f"{name}.weight", (size, input_size), rows, slice(None), at))
+            at += local
+        super().__init__(shards, bias, dtype)
+
+
+class ColumnParallelLinear(MergedColumnParallelLinear):
+    """Output rows split over TP."""
+
+    def __init__(self, input_size: int, output_size: int, bias: bool, dtype: torch.dtype, prefix: str) -> None:
+        super().__init__(input_size, [output_size], bias, dtype, [prefix])
+
+
+class QKVParallelLinear(LinearBase):
+    """q, k and v of one input: rows [q heads | k heads | v heads] of this rank.
+
+    Query heads are split over TP. With fewer KV heads than ranks each KV head is held by ``tp_size / num_kv_heads``
+    neighbouring ranks. ``q_rows_per_head`` is 2 × head_size where the query projection also makes an output gate.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        head_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        bias: bool,
+        dtype: torch.dtype,
+        prefix: str,
+        q_rows_per_head: int | None = None,
+    ) -> None:
+        tp_size, tp_rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+        q_rows_each = q_rows_per_head or head_size
+        heads = divide(num_heads, tp_size, "attention heads")
+        if num_kv_heads >= tp_size:
+            kv_heads = divide(num_kv_heads, tp_size, "key-value heads")
+            first_kv = tp_rank * kv_heads
+        else:
+            if tp_size % num_kv_heads:
+                raise ValueError(
+                    f"key-value heads: tensor_parallel_size={tp_size} is no multiple of {num_kv_heads}, so they can "
+                    f"neither be divided nor replicated; choose a divisor or a multiple of {num_kv_heads}"
+                )
+            kv_heads, first_kv = 1, tp_rank * num_kv_heads // tp_size
+        kv_rows = slice(first_kv * head_size, (first_kv + kv_heads) * head_size)
+        q_rows = slice(tp_rank * heads * q_rows_each, (tp_rank + 1) * heads * q_rows_each)
+        q_size, kv_size = heads * q_rows_each, kv_heads * head_size
+        full_kv = (num_kv_heads * head_size, hidden_size)
+        shards = [
+            Shard(f"{prefix}.q_proj.weight", (num_heads * q_rows_each, hidden_size), q_rows, slice(None), 0),
+            Shard(f"{prefix}.k_proj.weight", full_kv, kv_rows, slice(None), q_size),
+            Shard(f"{prefix}.v_proj.weight", full_kv, kv_rows, slice(None), q_size + kv_size),
+        ]
+        super().__init__(shards, bias, dtype)
+        self.num_heads, self.num_kv_heads = heads, kv_heads
+        self.q_size, self.kv_size = q_size, kv_size
+
+
+class RowParallelLinear(LinearBase):
+    """Input columns split over TP; the partial sums are reduced unless the caller does that itself."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool,
+        dtype: torch.dtype,
+        prefix: str,
+        reduce_results: bool = True,
+    ) -> None:
+        tp_size, tp_rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+        local = divide(input_size, tp_size, f"input size of {prefix}")
+        cols = slice(tp_rank * local, (tp_rank + 1) * local)
+        super().__init__([Shard(f"{prefix}.weight", (output_size, input_size), slice(None), cols, 0)], bias, dtype)
+        self.reduce_results = reduce_results and tp_size > 1
+        self.adds_bias = tp_rank == 0
+
+    def process_weights_after_loading(self) -> None:
+        super().process_weights_after_loading()
+        if not self.adds_bias:
+            self.bias = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.apply(x)
+        return tensor_model_parallel_all_reduce(out) if self.reduce_results else out

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token embedding and output head, their vocabulary rows split over TP.
+
+Each rank holds ``ceil(vocab / tp)`` rows; the rows past the vocabulary on the last ranks are zero and their logits
+are cut off after the gather.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from vllm import _cpu_ops
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+)
+from vllm.model_executor.parameter import WeightSpec
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Token ids [T] → rows [T, hidden]. A tied ``ParallelLMHead`` reads the same packed weight."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype, prefix: str) -> None:
+        super().__init__()
+        self.tp_size, tp_rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+        self.vocab_size, self.hidden_size, self.dtype, self.prefix = vocab_size, hidden_size, dtype, prefix
+        self.rows_per_partition = -(-vocab_size // self.tp_size)
+        self.first = min(tp_rank * self.rows_per_partition, vocab_size)
+        self.last = min(self.first + self.rows_per_partition, vocab_size)
+        self.weight: torch.Tensor | None = None
+        self.packed: _cpu_ops.PackedWeight | None = None
+
+    def weight_specs(self) -> list[WeightSpec]:
+        return [WeightSpec(f"{self.prefix}.weight", (self.vocab_size, self.hidden_size), self._take)]
+
+    def _take(self, loaded: torch.Tensor) -> None:
+        self.weight = torch.zeros(self.rows_per_partition, self.hidden_size, dtype=self.dtype)
+        self.weight[: self.last - self.first].copy_(loaded[self.first : self.last])
+
+    def process_weights_after_loading(self) -> None:
+        assert self.weight is not None, f"{self.prefix}: no weight was loaded"
+        if self.weight.is_cpu:
+            self.packed = _cpu_ops.pack_linear_weight(self.weight)
+            self.weight = None
+
+    def _lookup(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.packed is not None:
+            return _cpu_ops.embedding(rows, self.packed)
+        assert self.weight is not None, f"{self.prefix}: no weight was loaded"
+        return F.embedding(rows, self.weight)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if self.tp_size == 1:
+            return self._lookup(input_ids)
+        elsewhere = (input_ids < self.first) | (input_ids >= self.last)
+        out = self._lookup((input_ids - self.first).masked_fill(elsewhere, 0))
+        return tensor_model_parallel_all_reduce(out.masked_fill_(elsewhere[:, None], 0))
+
+    def project(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """hidden [R, hidden] → this rank's logits [R, rows_per_partition]."""
+        if self.packed is not None:
+            return _cpu_ops.linear(hidden_states, self.packed)
+        assert self.weight is not None, f"{self.prefix}: no weight was loaded"
+        return F.linear(hidden_states, self.weight)
+
+
+class ParallelLMHead(VocabParallelEmbedding):
+    """hidden [R, hidden] → logits [R, vocab]; ``tie_to`` shares the embedding's weight and loads nothing."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        prefix: str,
+        tie_to: VocabParallelEmbedding | None = None,
+    ) -> None:
+        super().__init__(vocab_size, hidden_size, dtype, prefix)
+        # A tuple hides the embedding from nn.Module, which would list its weights a second time.
+        self._source = (tie_to if tie_to is not None else self,)
+
+    def weight_specs(self) -> list[WeightSpec]:
+        return super().weight_specs() if self._source[0] is self else []
+
+    def process_weights_after_loading(self) -> None:
+        if self._source[0] is self:
+            super().process_weights_after_loading()
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        logits = self._source[0].project(hidden_states)
+        if self.tp_size > 1:
+            logits = tensor_model_parallel_all_gather(logits, dim=-1)
+        return logits[:, : self.vocab_size]

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the decoder-only models share: embedding, the stack of layers, final norm, output head."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.parameter import WeightSpec, collect_weight_specs
+
+
+class DecoderModel(nn.Module):
+    """Token ids [T] and positions [T] → hidden states [T, hidden].
+
+    ``layer_cls(vllm_config, rope, prefix)`` maps (positions, hidden_states, residual) to (hidden_states, residual);
+    the sum of both is the residual stream.
+    """
+
+    layer_cls: ClassVar[type[nn.Module]]
+    zero_centered_norm: ClassVar[bool] = False
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
+        super().__init__()
+        model_config = vllm_config.model_config
+        config, dtype = model_config.hf_config, model_config.dtype
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, dtype, f"{prefix}.embed_tokens"
+        )
+        rope = get_rope(config, model_config.max_model_len)
+        self.layers = nn.ModuleList(
+            self.layer_cls(vllm_config, rope, f"{prefix}.layers.{i}") for i in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, f"{prefix}.norm", self.zero_centered_norm)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden_states, residual = self.embed_tokens(input_ids), None
+        for layer in self.layers:
+            hidden_states, residual = layer(positions, hidden_states, residual)
+        return self.norm(hidden_states, residual)[0]
+
+
+class CausalLM(nn.Module):
+    """A decoder and its output head; ``prefix`` is put before every checkpoint name."""
+
+    model_cls: ClassVar[type[DecoderModel]]
+    ignored_weights: ClassVar[tuple[str, ...]] = (r"rotary_emb\.inv_freq$",)
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
+        root = f"{prefix}." if prefix else ""
+        self.model = self.model_cls(vllm_config, f"{root}model")
+        tied = bool(getattr(config, "tie_word_embeddings", False))
+        self.lm_head = ParallelLMHead(
+            config.vocab_size,
+            config.hidden_size,
+            dtype,
+            f"{root}lm_head",
+            tie_to=self.model.embed_tokens if tied else None,
+        )
+        if tied:
+            # Some checkpoints store the tied head a second time.
+            self.ignored_weights = (*type(self).ignored_weights, r"^lm_head\.weight$")
+
+    def weight_specs(self) -> list[WeightSpec]:
+        return collect_weight_specs(self)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """input_ids and positions [T] int64 → hidden states [T, hidden]."""
+        return self.model(input_ids, positions)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """hidden states [R, hidden] → logits [R, vocab], the same on every TP rank."""
+        return self.lm_head(hidden_states)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixtral (Jiang et al. 2024): Llama's layer with top-k routed experts in place of the feed-forward."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.activation import check_hidden_act
+from vllm.model_executor.layers.fused_moe import FusedMoE
+from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.model_executor.models.causal_lm import CausalLM, DecoderModel
+from vllm.model_executor.models.llama import DecoderLayer, LlamaAttention
+
+
+class MixtralMoE(nn.Module):
+    """Softmax router over all experts; the weights of the chosen ones are renormalised to 1."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
+        super().__init__()
+        config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
+        self.gate = ReplicatedLinear(config.hidden_size, config.num_local_experts, False, dtype, f"{prefix}.gate")
+        self.experts = FusedMoE(
+            config.num_local_experts,
+            config.num_experts_per_tok,
+            config.hidden_size,
+            config.intermediate_size,
+            True,
+            dtype,
+            f"{prefix}.experts",
+            lambda e: (f"{prefix}.experts.{e}.w1", f"{prefix}.experts.{e}.w3", f"{prefix}.experts.{e}.w2"),
+            vllm_config.parallel_config.enable_expert_parallel,
+        )
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.experts(hidden_states, self.gate(hidden_states))
+
+
+class MixtralDecoderLayer(DecoderLayer):
+    def __init__(self, vllm_config: VllmConfig, rope: RotaryEmbedding, prefix: str) -> None:
+        super().__init__()
+        config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
+        check_hidden_act(config.hidden_act)
+        self.self_attn = LlamaAttention(config, rope, dtype, f"{prefix}.self_attn")
+        self.mlp = MixtralMoE(vllm_config, f"{prefix}.block_sparse_moe")
+        self.make_norms(config, dtype, prefix)
+
+
+class MixtralModel(DecoderModel):
+    layer_cls = MixtralDecoderLayer
+
+
+class MixtralForCausalLM(CausalLM):
+    model_cls = MixtralModel

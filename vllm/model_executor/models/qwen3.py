@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen3 (Qwen team 2025): Llama's layer with an RMS norm on each query and key head."""
+
+from __future__ import annotations
+
+from vllm.model_executor.models.causal_lm import CausalLM, DecoderModel
+from vllm.model_executor.models.llama import LlamaDecoderLayer
+
+
+class Qwen3DecoderLayer(LlamaDecoderLayer):
+    qk_norm = True
+
+
+class Qwen3Model(DecoderModel):
+    layer_cls = Qwen3DecoderLayer
+
+
+class Qwen3ForCausalLM(CausalLM):
+    model_cls = Qwen3Model

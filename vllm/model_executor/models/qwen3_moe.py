@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen3-MoE (Qwen team 2025): Qwen3's attention, routed experts in most layers, a dense feed-forward in the rest."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.activation import check_hidden_act
+from vllm.model_executor.layers.fused_moe import FusedMoE
+from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.model_executor.models.causal_lm import CausalLM, DecoderModel
+from vllm.model_executor.models.llama import DecoderLayer, LlamaAttention, LlamaMLP
+
+
+class Qwen3MoeSparseMoeBlock(nn.Module):
+    """Softmax router; ``norm_topk_prob`` renormalises the chosen weights to 1."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
+        super().__init__()
+        config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
+        self.gate = ReplicatedLinear(config.hidden_size, config.num_experts, False, dtype, f"{prefix}.gate")
+        self.experts = FusedMoE(
+            config.num_experts,
+            config.num_experts_per_tok,
+            config.hidden_size,
+            config.moe_intermediate_size,
+            config.norm_topk_prob,
+            dtype,
+            f"{prefix}.experts",
+            lambda e: (
+                f"{prefix}.experts.{e}.gate_proj",
+                f"{prefix}.experts.{e}.up_proj",
+                f"{prefix}.experts.{e}.down_proj",
+            ),
+            vllm_config.parallel_config.enable_expert_parallel,
+        )
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.experts(hidden_states, self.gate(hidden_states))
+
+
+class Qwen3MoeDecoderLayer(DecoderLayer):
+    def __init__(self, vllm_config: VllmConfig, rope: RotaryEmbedding, prefix: str) -> None:
+        super().__init__()
+        config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
+        check_hidden_act(config.hidden_act)
+        index = int(prefix.rsplit(".", 1)[1])
+        sparse = index not in config.mlp_only_layers and (index + 1) % config.decoder_sparse_step == 0
+        self.self_attn = LlamaAttention(config, rope, dtype, f"{prefix}.self_attn", qk_norm=True)
+        self.mlp = (
+            Qwen3MoeSparseMoeBlock(vllm_config, f"{prefix}.mlp")
+            if sparse
+            else LlamaMLP(config.hidden_size, config.intermediate_size, dtype, f"{prefix}.mlp")
+        )
+        self.make_norms(config, dtype, prefix)
+
+
+class Qwen3MoeModel(DecoderModel):
+    layer_cls = Qwen3MoeDecoderLayer
+
+
+class Qwen3MoeForCausalLM(CausalLM):
+    model_cls = Qwen3MoeModel

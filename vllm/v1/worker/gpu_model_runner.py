@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one step of the model: plan → agree → pad → metadata → forward → sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import nn
+
+from vllm.config import VllmConfig
+from vllm.distributed import get_dp_group, get_tp_group
+from vllm.forward_context import DPMetadata, set_forward_context
+from vllm.logger import init_logger
+from vllm.platforms import Platform
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.sample.sampler import Sampler, SamplerOutput
+from vllm.v1.sample.state import SamplingState
+from vllm.v1.worker.batch_plan import BatchPlan
+from vllm.v1.worker.dp_utils import coordinate_batch_across_dp, pads_to_max
+from vllm.v1.worker.gpu_input_batch import InputBatch
+from vllm.v1.worker.input_buffers import InputBuffers
+
+logger = init_logger(__name__)
+
+_PROMPT_LOGPROB_ROWS = 256
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What one step computes on. ``sampling`` lists the positions in the scheduler's order that get a token,
+    ``logits_rows`` the token row that each of them is sampled from."""
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    common: CommonAttentionMetadata
+    rows: np.ndarray
+    first_positions: np.ndarray
+    starts: np.ndarray
+    sampling: np.ndarray
+    logits_rows: np.ndarray
+
+
+class GPUModelRunner:
+    """Holds the model, its inputs and its caches on one rank, whatever the device."""
+
+    def __init__(self, vllm_config: VllmConfig, platform: Platform, device: torch.device) -> None:
+        self.vllm_config, self.platform, self.device = vllm_config, platform, device
+        self.model: nn.Module
+        scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
+        self.max_num_tokens = max(
+            scheduler.max_num_batched_tokens, *vllm_config.compilation_config.cudagraph_capture_sizes, 0
+        )
+        self.sampler = Sampler()
+        self.pad_to_max = pads_to_max(platform.policies, parallel.enable_expert_parallel, parallel.data_parallel_size)
+        self.step = 0
+        self.any_unfinished_across_dp = False
+
+    # --- set-up -------------------------------------------------------------------------------------------------
+
+    def get_kv_cache_specs(self) -> dict[str, KVCacheSpec]:
+        """Layer name → what the layer keeps between steps."""
+        return {name: layer.get_kv_cache_spec() for name, layer in self._cached_layers().items()}
+
+    def _cached_layers(self) -> dict[str, nn.Module]:
+        return {m.layer_name: m for m in self.model.modules() if hasattr(m, "get_kv_cache_spec")}
+
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
+        """Allocate caches, buffers and rows: after this nothing that lives longer than a step is allocated."""
+        self.kv_cache_config = kv_cache_config
+        self.cached_layers = self._cached_layers()
+        for layer in self.cached_layers.values():
+            layer.bind_kv_cache(kv_cache_config)
+        backends = {layer.backend for layer in self.cached_layers.values()}
+        self.builders = {backend: backend.builder_cls(kv_cache_config) for backend in backends}
+        model_config, max_num_reqs = self.vllm_config.model_config, self.vllm_config.scheduler_config.max_num_seqs
+        self.input_batch = InputBatch(
+            max_num_reqs,
+            model_config.max_model_len,
+            kv_cache_config.block_size,
+            SamplingState(max_num_reqs, model_config.vocab_size, self.device, model_config.seed),
+        )
+        self.buffers = InputBuffers(
+            self.max_num_tokens, max_num_reqs, self.input_batch.block_table.max_blocks, self.device
+        )
+
+    @torch.inference_mode()
+    def profile_run(self) -> None:
+        """The largest step there can be, without caches: what it takes is not free for the KV cache."""
+        num_tokens = self.max_num_tokens
+        across_dp = (num_tokens,) * get_dp_group().world_size
+        plan = BatchPlan(
+            -1, 0, 1, num_tokens, num_tokens, across_dp, across_dp, get_dp_group().rank_in_group, is_profile=True
+        )
+        zeros = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
+        with set_forward_context(None, dp_metadata=self._dp_metadata(plan), batch_plan=plan, step=-1):
+            hidden_states = self.model(zeros, zeros)
+            num_logits = min(self.vllm_config.scheduler_config.max_num_seqs, num_tokens)
+            self.model.compute_logits(hidden_states[:num_logits])
+        self.platform.synchronize()
+
+    # --- one step -----------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def execute_model(self, scheduler_output: SchedulerOutput, has_unfinished: bool) -> ModelRunnerOutput:
+        """Run the scheduled tokens, or a dummy where other DP ranks have some; every rank calls this in every step."""
+        self._update_states(scheduler_output)
+        plan = self._agree(scheduler_output, has_unfinished)
+        if plan.num_tokens_padded == 0:
+            return ModelRunnerOutput()
+        inputs = self._prepare_inputs(scheduler_output, plan)
+        with set_forward_context(
+            self._build_attention_metadata(inputs.common),
+            self.cached_layers,
+            dp_metadata=self._dp_metadata(plan),
+            batch_plan=plan,
+            is_dummy=plan.is_dummy,
+            step=plan.step,
+        ):
+            hidden_states = self.model(inputs.input_ids, inputs.positions)
+            if plan.is_dummy:
+                return ModelRunnerOutput()
+            prompt_logprobs = self._score_prompts(scheduler_output, inputs, hidden_states)
+            sampled = self._sample(inputs, hidden_states)
+        return self._to_output(scheduler_output, inputs, sampled, prompt_logprobs)
+
+    def _update_states(self, scheduler_output: SchedulerOutput) -> None:
+        """Free the rows of requests that ended or were preempted, give rows to those that start, note new blocks."""
+        batch = self.input_batch
+        for request_id in scheduler_output.finished_req_ids | scheduler_output.preempted_req_ids:
+            if request_id in batch.row_of:
+                batch.remove(request_id)
+        started = scheduler_output.started
+        for request, block_ids in zip(scheduler_output.requests, scheduler_output.new_block_ids, strict=True):
+            if request.request_id in started:
+                batch.add(request, block_ids)
+                self._clear_state(request.state_slot)
+            elif block_ids:
+                batch.append_blocks(request.request_id, block_ids)
+
+    def _clear_state(self, state_slot: int) -> None:
+        if state_slot >= 0:
+            for layer in self.cached_layers.values():
+                if hasattr(layer, "clear_state"):
+                    layer.clear_state(state_slot)
+
+    def _agree(self, scheduler_output: SchedulerOutput, has_unfinished: bool) -> BatchPlan:
+        """One reduction over the DP ranks decides the step's sizes and whether anyone has work left."""
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        agreement = coordinate_batch_across_dp(
+            num_tokens,
+            step=self.step,
+            has_unfinished=has_unfinished,
+            num_tokens_padded=self.vllm_config.compilation_config.padded_size(num_tokens) if num_tokens else 0,
+            pad_to_max=self.pad_to_max,
+        )
+        self.step += 1
+        self.any_unfinished_across_dp = agreement.any_unfinished
+        return BatchPlan.make(agreement, len(scheduler_output.requests))
+
+    def _prepare_inputs(self, scheduler_output: SchedulerOutput, plan: BatchPlan) -> StepInputs:
+        """Write every row of every persistent buffer that this step reads."""
+        requests, batch, buffers = scheduler_output.requests, self.input_batch, self.buffers
+        rows = np.array([batch.row_of[request.request_id] for request in requests], dtype=np.int64)
+        computed = np.array([request.num_computed_tokens for request in requests], dtype=np.int64)
+        known = np.array([len(request.all_token_ids) for request in requests], dtype=np.int64)
+        scheduled = np.array(scheduler_output.num_scheduled_tokens, dtype=np.int64)
+        starts = np.cumsum(scheduled) - scheduled
+        request_of_token = np.repeat(np.arange(len(rows)), scheduled)
+        positions = np.arange(plan.num_tokens_unpadded) + (computed - starts)[request_of_token]
+        rows_of_tokens = rows[request_of_token]
+        seq_lens = computed + scheduled
+        max_seq_len = int(seq_lens.max(initial=0))
+        num_columns = max(-(-max_seq_len // batch.block_table.block_size), 1)
+        common = CommonAttentionMetadata(
+            query_start_loc=buffers.fill_query_start_loc(scheduled, plan.num_reqs_padded),
+            query_start_loc_cpu=buffers.query_start_loc.host[: plan.num_reqs_padded + 1],
+            seq_lens=buffers.seq_lens.fill(seq_lens, plan.num_reqs_padded),
+            seq_lens_cpu=buffers.seq_lens.host[: plan.num_reqs_padded],
+            block_table=buffers.block_table.fill_columns(
+                batch.block_table.table, rows, num_columns, plan.num_reqs_padded
+            ),
+            slot_mapping=buffers.slot_mapping.fill(
+                batch.block_table.slots(rows_of_tokens, positions), plan.num_tokens_padded
+            ),
+            state_indices=buffers.state_indices.fill(batch.state_slots[rows], plan.num_reqs_padded),
+            num_reqs=plan.num_reqs_padded,
+            num_actual_tokens=plan.num_tokens_unpadded,
+            num_padded_tokens=plan.num_tokens_padded,
+            max_query_len=int(scheduled.max(initial=0)),
+            max_seq_len=max_seq_len,
+        )
+        sampling = np.nonzero(seq_lens == known)[0]
+        return StepInputs(
+            input_ids=buffers.input_ids.fill(batch.token_ids[rows_of_tokens, positions], plan.num_tokens_padded),
+            positions=buffers.positions.fill(positions, plan.num_tokens_padded),
+            common=common,
+            rows=rows,
+            first_positions=computed,
+            starts=starts,
+            sampling=sampling,
+            logits_rows=(starts + scheduled - 1)[sampling],
+        )
+
+    def _build_attention_metadata(self, common: CommonAttentionMetadata) -> dict[str, object]:
+        built = {backend: builder.build(common) for backend, builder in self.builders.items()}
+        return {name: built[layer.backend] for name, layer in self.cached_layers.items()}
+
+    @staticmethod
+    def _dp_metadata(plan: BatchPlan) -> DPMetadata:
+        return DPMetadata.make(plan.num_tokens_padded_across_dp, plan.dp_rank, plan.num_tokens_padded)
+
+    def _sample(self, inputs: StepInputs, hidden_states: torch.Tensor) -> SamplerOutput | None:
+        """One token for each request whose last known token ran in this step; the same on every TP rank."""
+        if not len(inputs.sampling):
+            return None
+        logits = self.model.compute_logits(hidden_states[torch.from_numpy(inputs.logits_rows).to(self.device)])
+        metadata = self.input_batch.sampling.make_metadata(inputs.rows[inputs.sampling].tolist())
+        sampled = self.sampler(logits, metadata)
+        tp = get_tp_group()
+        if tp.world_size > 1:
+            sampled = replace(sampled, sampled_token_ids=tp.broadcast(sampled.sampled_token_ids))
+        return sampled
+
+    def _score_prompts(
+        self, scheduler_output: SchedulerOutput, inputs: StepInputs, hidden_states: torch.Tensor
+    ) -> dict[str, LogprobsLists]:
+        """Log-probabilities of the prompt tokens that follow this step's prompt positions, where asked for."""
+        scored: dict[str, LogprobsLists] = {}
+        for i, request in enumerate(scheduler_output.requests):
+            num_logprobs = request.sampling_params.prompt_logprobs
+            if num_logprobs is None:
+                continue
+            start, first = int(inputs.starts[i]), int(inputs.first_positions[i])
+            end = min(first + scheduler_output.num_scheduled_tokens[i], request.num_prompt_tokens - 1)
+            columns: LogprobsLists = LogprobsLists([], [], [])
+            for begin in range(first, end, _PROMPT_LOGPROB_ROWS):
+                stop = min(begin + _PROMPT_LOGPROB_ROWS, end)
+                logits = self.model.compute_logits(hidden_states[start + begin - first : start + stop - first])
+                targets = torch.tensor(request.prompt_token_ids[begin + 1 : stop + 1], device=self.device)
+                for column, tensor in zip(
+                    columns, self.sampler.gather_logprobs(logits, num_logprobs, targets), strict=True
+                ):
+                    column += tensor.tolist()
+            if columns.ranks:
+                scored[request.request_id] = columns
+        return scored
+
+    def _to_output(
+        self,
+        scheduler_output: SchedulerOutput,
+        inputs: StepInputs,
+        sampled: SamplerOutput | None,
+        prompt_logprobs: dict[str, LogprobsLists],
+    ) -> ModelRunnerOutput:
+        """Bring the sampled tokens to the host, into the rows' token ids and the scheduler's order."""
+        requests = scheduler_output.requests
+        output = ModelRunnerOutput([[] for _ in requests], prompt_logprobs=prompt_logprobs)
+        if sampled is None:
+            return output
+        token_ids = sampled.sampled_token_ids.tolist()
+        rows = inputs.rows[inputs.sampling]
+        following = (inputs.common.seq_lens_cpu.numpy()[inputs.sampling]).astype(np.int64)
+        fits = following < self.vllm_config.model_config.max_model_len
+        self.input_batch.token_ids[rows[fits], following[fits]] = np.array(token_ids, dtype=np.int64)[fits]
+        for index, token_id in zip(inputs.sampling.tolist(), token_ids, strict=True):
+            output.sampled_token_ids[index] = [token_id]
+        if sampled.logprobs_tensors is not None:
+            columns = [tensor.tolist() for tensor in sampled.logprobs_tensors]
+            for at, index in enumerate(inputs.sampling.tolist()):
+                if requests[index].sampling_params.logprobs is not None:
+                    row = LogprobsLists(*([column[at]] for column in columns))
+                    output.logprobs[requests[index].request_id] = row
+        if bool(sampled.nan_rows.any()):
+            bad = inputs.sampling[sampled.nan_rows.cpu().numpy()]
+            output.nan_req_ids = frozenset(requests[i].request_id for i in bad.tolist())
+            logger.error("step %d: NaN logits for requests %s", self.step - 1, sorted(output.nan_req_ids))
+        return output

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank: its device, its groups, its model runner and its share of memory."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.distributed import (
+    cleanup_dist_env_and_memory,
+    ensure_model_parallel_initialized,
+    init_distributed_environment,
+)
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader import get_model
+from vllm.platforms import current_platform
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+logger = init_logger(__name__)
+
+
+class Worker:
+    """Runs steps on one rank. Every method is called on every rank, in the same order."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self.vllm_config = vllm_config
+        self.platform = current_platform
+
+    def init_device(self) -> None:
+        """Join the other ranks.
+
+        Raises:
+            ValueError: the world's size is not TP × DP, or there are fewer devices than ranks.
+        """
+        parallel = self.vllm_config.parallel_config
+        init_distributed_environment()
+        ensure_model_parallel_initialized(
+            parallel.tensor_parallel_size, parallel.data_parallel_size, parallel.enable_expert_parallel
+        )
+        self.device = self.platform.get_device(int(os.environ.get("LOCAL_RANK", "0")))
+        self.runner = GPUModelRunner(self.vllm_config, self.platform, self.device)
+
+    def load_model(self) -> None:
+        with torch.device(self.device):
+            self.runner.model = get_model(self.vllm_config)
+
+    def get_kv_cache_specs(self) -> dict[str, KVCacheSpec]:
+        return self.runner.get_kv_cache_specs()
+
+    def determine_available_memory(self) -> int:
+        """Bytes for the KV cache and recurrent states on this rank, after the largest step was run once.
+
+        ``kv_cache_memory_bytes`` decides where given; on CPU ``VLLM_CPU_KVCACHE_SPACE`` (GiB) does next; else what
+        ``gpu_memory_utilization`` of the device's memory leaves, on CPU shared by the ranks of this node.
+        """
+        self.runner.profile_run()
+        cache = self.vllm_config.cache_config
+        if cache.kv_cache_memory_bytes is not None:
+            return cache.kv_cache_memory_bytes
+        if self.platform.device_type == "cpu" and envs.VLLM_CPU_KVCACHE_SPACE:
+            return int(envs.VLLM_CPU_KVCACHE_SPACE * 2**30)
+        free, total = self.platform.memory_info(self.device)
+        if self.platform.device_type == "cpu":
+            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            return int(free * cache.gpu_memory_utilization) // ranks
+        return int(total * cache.gpu_memory_utilization) - (total - free)
+
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
+        with torch.device(self.device):
+            self.runner.initialize_kv_cache(kv_cache_config)
+
+    def execute_model(self, scheduler_output: SchedulerOutput, has_unfinished: bool = True) -> ModelRunnerOutput:
+        return self.runner.execute_model(scheduler_output, has_unfinished)
+
+    @property
+    def any_unfinished_across_dp(self) -> bool:
+        """Whether any DP rank had unfinished requests when the last step was agreed on."""
+        return self.runner.any_unfinished_across_dp
+
+    def shutdown(self) -> None:
+        cleanup_dist_env_and_memory()
