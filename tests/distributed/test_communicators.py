@@ -1,0 +1,502 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One contract for every communicator, on 2 and 4 Gloo ranks with poisoned memory; expected values are computed by
+hand from every rank's seeded input."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import launcher
+import pytest
+import torch
+import torch.distributed as dist
+
+from vllm import forward_context
+from vllm.distributed import observer
+from vllm.distributed.device_communicators import base_device_communicator as base
+from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
+from vllm.distributed.device_communicators.xpu_communicator import XpuCommunicator
+from vllm.distributed.observer import CollectiveError, CollectiveRecord
+
+pytestmark = pytest.mark.multiprocess
+
+# (class, constructor arguments): the platforms' own settings, and each sum policy on the padded path.
+KINDS: dict[str, tuple[type[DeviceCommunicatorBase], dict[str, Any]]] = {
+    "cpu": (CpuCommunicator, {}),
+    "cpu-backend-sums": (CpuCommunicator, {"ordered_sums": False}),
+    "xpu": (XpuCommunicator, {}),
+    "xpu-ordered-sums": (XpuCommunicator, {"ordered_sums": True}),
+    "cuda": (CudaCommunicator, {}),
+}
+SIZES = {2: [[3, 5], [26, 30], [0, 9], [4, 4], [1, 200]], 4: [[3, 5, 2, 4], [13, 13, 15, 15], [3, 0, 2, 4], [6] * 4]}
+DTYPES = [
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+
+
+def _rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def _world() -> int:
+    return int(os.environ["WORLD_SIZE"])
+
+
+def _join(timeout_s: float = 20) -> None:
+    from datetime import timedelta
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+
+
+def _communicator(kind: str, ranks: list[int] | None = None, name: str = "ep:0") -> DeviceCommunicatorBase:
+    cls, options = KINDS[kind]
+    ranks = ranks or list(range(_world()))
+    pairs = [(dist.new_group(ranks, backend="gloo"), dist.new_group(ranks, backend="gloo"))]
+    return cls(pairs[0][0], torch.device("cpu"), pairs[0][1], name, ranks, _rank(), **options)
+
+
+def _input(rank: int, rows: int, trailing: tuple[int, ...], dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
+    """Small integers: every sum of them is exact in every dtype here."""
+    generator = torch.Generator().manual_seed(1000 * salt + rank)
+    return torch.randint(0, 9, (rows, *trailing), generator=generator).to(dtype)
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(-1).view(torch.uint8).view(-1)
+
+
+def _assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    assert torch.equal(_bits(actual), _bits(expected)), f"{actual} is not {expected}"
+
+
+@contextlib.contextmanager
+def _unchanged(*tensors: torch.Tensor) -> Iterator[None]:
+    before = [_bits(x).clone() for x in tensors]
+    yield
+    for x, bits in zip(tensors, before, strict=True):
+        assert torch.equal(_bits(x), bits), "a collective changed its input"
+
+
+class _Ledger:
+    """Observer that keeps the records and delays this rank at random before each collective."""
+
+    def __init__(self, max_delay_s: float = 0.0) -> None:
+        self.records: list[CollectiveRecord] = []
+        self.errors: list[BaseException] = []
+        self.delay = random.Random(_rank())
+        self.max_delay_s = max_delay_s
+
+    def before(self, record: CollectiveRecord) -> int:
+        self.records.append(record)
+        if self.max_delay_s:
+            time.sleep(self.delay.uniform(0, self.max_delay_s))
+        return len(self.records) - 1
+
+    def after(self, token: int, error: BaseException | None = None) -> None:
+        if error is not None:
+            self.errors.append(error)
+
+
+@contextlib.contextmanager
+def _observed(max_delay_s: float = 0.0) -> Iterator[_Ledger]:
+    ledger = _Ledger(max_delay_s)
+    previous = observer.set_collective_observer(ledger)
+    try:
+        yield ledger
+    finally:
+        observer.set_collective_observer(previous)
+
+
+@contextlib.contextmanager
+def _backend_calls() -> Iterator[list[str]]:
+    """The calls that reach torch.distributed, by name."""
+    calls: list[str] = []
+    sites = [(base, "_all_gather_single"), (base, "_reduce_scatter_single")]
+    sites += [(dist, name) for name in ("all_to_all_single", "all_reduce", "all_gather", "reduce_scatter", "broadcast")]
+    originals = [(module, name, getattr(module, name)) for module, name in sites]
+
+    def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return call(*args, **kwargs)
+
+        return wrapper
+
+    for module, name, call in originals:
+        setattr(module, name, counted(name, call))
+    try:
+        yield calls
+    finally:
+        for module, name, call in originals:
+            setattr(module, name, call)
+
+
+# -- the contract, run by every rank
+
+
+def _contract(kind: str, max_delay_s: float) -> dict[str, int]:
+    _join()
+    comm, rank, world = _communicator(kind), _rank(), _world()
+    with warnings.catch_warnings(), _observed(max_delay_s) as ledger:
+        warnings.simplefilter("error")
+        checks = _check_gathers(comm, rank, world) + _check_mixed_lists(comm, rank, world)
+        checks += _check_sums(comm, rank, world) + _check_broadcast(comm, rank, world)
+        comm.barrier()
+    seqs = [r.seq for r in ledger.records]  # the mixed lists were seen by an inner observer
+    assert seqs == sorted(set(seqs))
+    assert seqs[-1] == len(seqs) - 1 + len(SIZES[world])
+    return {"checks": checks, "collectives": len(ledger.records)}
+
+
+def _check_gathers(comm: DeviceCommunicatorBase, rank: int, world: int) -> int:
+    done = 0
+    for salt, sizes in enumerate(SIZES[world]):
+        for dtype in DTYPES:
+            for trailing in [(), (5,), (2, 3)]:
+                inputs = [_input(r, n, trailing, dtype, salt) for r, n in enumerate(sizes)]
+                with _unchanged(inputs[rank]):
+                    _assert_same(comm.all_gatherv(inputs[rank], 0, sizes), torch.cat(inputs))
+                done += 1
+        columns = [_input(r, n, (7,), torch.float32, salt).t() for r, n in enumerate(sizes)]  # not contiguous
+        with _unchanged(columns[rank]):
+            _assert_same(comm.all_gatherv(columns[rank], 1, sizes), torch.cat(columns, 1))
+            _assert_same(comm.all_gatherv(columns[rank], -1, sizes), torch.cat(columns, 1))
+        strided = [_input(r, 2 * n, (6,), torch.bfloat16, salt)[::2, ::3] for r, n in enumerate(sizes)]
+        _assert_same(comm.all_gatherv(strided[rank], 0, sizes), torch.cat(strided))
+        done += 3
+    for dim in (0, 1, -1):
+        inputs = [_input(r, 3, (4,), torch.float16) for r in range(world)]
+        _assert_same(comm.all_gather(inputs[rank], dim), torch.cat(inputs, dim))
+        _assert_same(comm.all_gatherv(inputs[rank]), torch.cat(inputs))
+    for empty in ([0] * world,):  # nothing to send, on any rank: no collective
+        assert comm.all_gatherv(torch.zeros(0, 4), 0, empty).shape == (0, 4)
+    return done
+
+
+def _check_mixed_lists(comm: DeviceCommunicatorBase, rank: int, world: int) -> int:
+    # Odd widths put the later columns at addresses that suit no wider dtype.
+    columns = list(enumerate(zip([(1,), (3,), (5,), (), (2,), (7,), (3, 3), ()], DTYPES, strict=True)))
+    for salt, sizes in enumerate(SIZES[world]):
+        everyones = [
+            [_input(r, sizes[r], shape, dtype, salt + 10 * i) for i, (shape, dtype) in columns] for r in range(world)
+        ]
+        own = everyones[rank]
+        own[2] = own[2].t().contiguous().t()  # same values, other strides
+        with _observed() as ledger, _backend_calls() as calls, _unchanged(*own):
+            gathered = comm.all_gatherv(own, 0, sizes)
+        assert len(calls) == len(ledger.records) == 1, calls
+        assert ledger.records[0].num_bytes == sum(x.numel() * x.element_size() for x in own)
+        assert ledger.records[0].path == ("uniform" if len(set(sizes)) == 1 else "variable-size")
+        assert ledger.records[0].sizes == tuple(sizes)
+        for i, x in enumerate(gathered):
+            _assert_same(x, torch.cat([of[i] for of in everyones]))
+    return len(SIZES[world])
+
+
+def _check_sums(comm: DeviceCommunicatorBase, rank: int, world: int) -> int:
+    done = 0
+    for salt, sizes in enumerate(SIZES[world]):
+        offsets = [sum(sizes[:r]) for r in range(world)]
+        mine = slice(offsets[rank], offsets[rank] + sizes[rank])
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64):
+            for trailing in [(), (5,), (2, 3)]:
+                inputs = [_input(r, sum(sizes), trailing, dtype, salt) for r in range(world)]
+                with _unchanged(inputs[rank]), _backend_calls() as calls:
+                    result = comm.reduce_scatterv(inputs[rank], 0, sizes)
+                assert len(calls) == 1, calls
+                _assert_same(result, torch.stack(inputs).sum(0).to(dtype)[mine])
+                done += 1
+        columns = [_input(r, sum(sizes), (7,), torch.float32, salt).t() for r in range(world)]
+        with _unchanged(columns[rank]):
+            _assert_same(comm.reduce_scatterv(columns[rank], 1, sizes), torch.stack(columns).sum(0)[:, mine])
+        done += 1
+    for rows in (1, 6, 20_011):  # the last takes the two-phase path of ordered sums, with a remainder
+        for dtype in (torch.float32, torch.bfloat16, torch.int32):
+            inputs = [_input(r, rows, (3,), dtype) for r in range(world)]
+            with _unchanged(inputs[rank]):
+                _assert_same(comm.all_reduce(inputs[rank]), torch.stack(inputs).sum(0).to(dtype))
+            _assert_same(comm.all_reduce(inputs[rank].t()), torch.stack(inputs).sum(0).to(dtype).t())
+            done += 2
+    equal = [_input(r, 2 * world, (3,), torch.float32) for r in range(world)]
+    total = torch.stack(equal).sum(0)
+    _assert_same(comm.reduce_scatter(equal[rank], 0), total[2 * rank : 2 * rank + 2])
+    _assert_same(comm.reduce_scatter(equal[rank].t(), -1), total.t()[:, 2 * rank : 2 * rank + 2])
+    return done
+
+
+def _check_broadcast(comm: DeviceCommunicatorBase, rank: int, world: int) -> int:
+    for src in range(world):
+        for dtype in DTYPES:
+            x = _input(rank, 3, (4,), dtype)
+            _assert_same(comm.broadcast(x, src), _input(src, 3, (4,), dtype))
+            strided = _input(rank, 4, (6,), dtype)[::2, ::2]
+            _assert_same(comm.broadcast(strided, src), _input(src, 4, (6,), dtype)[::2, ::2])
+    return world * len(DTYPES)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_contract(kind: str, world: int) -> None:
+    """Case 7 ([13, 13, 15, 15], [3, 5, 2, 4], [3, 0, 2, 4]) and case 8 (inputs unchanged) among others."""
+    results = launcher.run_ranks(_contract, world, kind, 0.0, poison=True)
+    assert len({tuple(r.items()) for r in results}) == 1
+    assert results[0]["checks"] > 100
+
+
+# -- single properties
+
+
+def _case_7(kind: str) -> None:
+    _join()
+    comm, rank = _communicator(kind), _rank()
+    for sizes in ([13, 13, 15, 15], [3, 5, 2, 4], [3, 0, 2, 4]):
+        with _observed(0.05):
+            for turn in range(3):
+                inputs = [_input(r, n, (64,), torch.bfloat16, turn) for r, n in enumerate(sizes)]
+                gathered = comm.all_gatherv(inputs[rank], 0, sizes)
+                _assert_same(gathered, torch.cat(inputs))
+                begin = sum(sizes[:rank])
+                _assert_same(comm.reduce_scatterv(gathered, 0, sizes), 4 * gathered[begin : begin + sizes[rank]])
+
+
+@pytest.mark.parametrize("kind", ["cpu", "xpu"])
+def test_case_7_and_11_ragged_sizes_under_random_delays(kind: str) -> None:
+    launcher.run_ranks(_case_7, 4, kind, poison=True)
+
+
+def _case_9(kind: str) -> list[float]:
+    _join()
+    rank = _rank()
+    subgroups = []
+    for ranks in ([0, 1], [2, 3]):
+        cpu_group, device_group = dist.new_group(ranks), dist.new_group(ranks)
+        if rank in ranks:
+            cls, options = KINDS[kind]
+            subgroups.append(cls(cpu_group, torch.device("cpu"), device_group, f"tp:{rank // 2}", **options))
+    (comm,) = subgroups
+    with _observed(0.05):
+        own = torch.full((2, 2), float(10**rank))
+        peers = [float(10**r) for r in comm.ranks]
+        assert comm.all_reduce(own).unique().tolist() == [sum(peers)]
+        assert comm.all_gather(own, 0)[:, 0].tolist() == [peers[0]] * 2 + [peers[1]] * 2
+        sizes = [1, 2] if rank < 2 else [2, 1]
+        ragged = own[: sizes[comm.rank_in_group]]
+        assert comm.all_gatherv(ragged, 0, sizes)[:, 0].tolist() == [peers[0]] * sizes[0] + [peers[1]] * sizes[1]
+        assert comm.reduce_scatterv(torch.ones(3, 2) * own[0], 0, sizes).unique().tolist() == [sum(peers)]
+        assert comm.broadcast(own.clone(), 1).unique().tolist() == [peers[1]]  # group rank 1, not global rank 1
+        comm.barrier()
+    return peers
+
+
+@pytest.mark.parametrize("kind", ["cpu", "xpu"])
+def test_case_9_sub_groups_do_not_mix(kind: str) -> None:
+    assert launcher.run_ranks(_case_9, 4, kind) == [[1.0, 10.0]] * 2 + [[100.0, 1000.0]] * 2
+
+
+_ORDER = [1e8, 1.0, -1e8, 1.0]  # fp32: ((1e8 + 1) - 1e8) + 1 = 1 in rank order, 0 or 2 in others
+
+
+def _ordered(kind: str) -> tuple[list[float], ...]:
+    _join()
+    comm, rank = _communicator(kind), _rank()
+    few = torch.full((5, 2), _ORDER[rank])
+    many = torch.full((20_003, 2), _ORDER[rank])
+    half = torch.full((5, 2), [256.0, 1.0, 1.0, 1.0][rank], dtype=torch.bfloat16)  # bf16: 256 + 1 = 256
+    return (
+        comm.all_reduce(few).unique().tolist(),
+        comm.all_reduce(many).unique().tolist(),
+        comm.reduce_scatterv(few, 0, [2, 1, 1, 1]).unique().tolist(),
+        comm.all_reduce(half).unique().tolist(),
+    )
+
+
+@pytest.mark.parametrize("kind", ["cpu", "xpu-ordered-sums"])
+def test_ordered_sums_do_not_depend_on_rows_or_path(kind: str) -> None:
+    # 259 rounds to 260 in bf16; adding in bf16 would give 256.
+    assert launcher.run_ranks(_ordered, 4, kind) == [([1.0], [1.0], [1.0], [260.0])] * 4
+
+
+def test_case_24_barriers_name_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(dist, "barrier", lambda group=None, device_ids=None: seen.append(device_ids))
+    for cls in (XpuCommunicator, CudaCommunicator, CpuCommunicator):
+        comm = cls(None)
+        comm.world_size = 2
+        comm.device = torch.device("xpu", 3) if cls is XpuCommunicator else torch.device("cuda", 1)
+        if cls is CpuCommunicator:
+            comm.device = torch.device("cpu")
+        comm.barrier()
+    assert seen == [[3], [1], None]
+
+
+def test_a_group_of_one_needs_no_process_group() -> None:
+    assert not dist.is_initialized()
+    for cls in (CpuCommunicator, XpuCommunicator, CudaCommunicator):
+        comm = cls(None)
+        x = torch.randn(3, 4)
+        for y in (
+            comm.all_reduce(x),
+            comm.all_gather(x),
+            comm.all_gatherv(x, 0, [3]),
+            comm.all_gatherv([x, x], 0)[1],
+            comm.reduce_scatter(x),
+            comm.reduce_scatterv(x, 0, [3]),
+            comm.broadcast(x),
+        ):
+            _assert_same(y, x)
+        comm.barrier()
+
+
+def test_wrong_sizes_name_the_numbers() -> None:
+    comm = CpuCommunicator(None)
+    with pytest.raises(AssertionError, match=r"3 rows, but sizes \[4\] say 4"):
+        comm.all_gatherv(torch.zeros(3, 1), 0, [4])
+    with pytest.raises(AssertionError, match=r"2 sizes \[2, 1\]"):
+        comm.reduce_scatterv(torch.zeros(3, 1), 0, [2, 1])
+    with pytest.raises(AssertionError, match=r"must agree along dim 0: \[\(3, 1\), \(2, 1\)\]"):
+        comm.all_gatherv([torch.zeros(3, 1), torch.zeros(2, 1)])
+
+
+# -- faults put back
+
+
+def _fault_1_uneven_gather() -> str:
+    """Fix 1's fault: uneven rows go straight into the backend's equal-size collective."""
+    _join(5)
+    comm, rank = _communicator("xpu"), _rank()
+
+    def unpadded(x_NB: torch.Tensor, sizes: list[int], uniform: bool) -> torch.Tensor:
+        parts = [x_NB.new_empty((size, x_NB.shape[1])) for size in sizes]
+        dist.all_gather(parts, x_NB, group=comm.device_group)
+        return torch.cat(parts)
+
+    comm._gather_bytes = unpadded  # type: ignore[method-assign]
+    sizes = [26, 30]
+    with pytest.raises(CollectiveError, match="invalid tensor size") as caught:
+        comm.all_gatherv(torch.zeros(sizes[rank], 4), 0, sizes)
+    return str(caught.value)
+
+
+def test_fault_1_put_back_uneven_rows_fail() -> None:
+    for rank, message in enumerate(launcher.run_ranks(_fault_1_uneven_gather, 2)):
+        assert f"rank {rank}: collective all_gatherv #0 (variable-size, sizes=(26, 30)" in message
+
+
+def _fault_4_one_element_list() -> str:
+    """Fix 4's fault: ``all_gather([out], x)`` where one output a rank is needed."""
+    _join(5)
+    comm = _communicator("xpu")
+
+    def one_element_list(x_NB: torch.Tensor, sizes: list[int], uniform: bool) -> torch.Tensor:
+        out = x_NB.new_empty((sum(sizes), x_NB.shape[1]))
+        dist.all_gather([out], x_NB, group=comm.device_group)
+        return out
+
+    comm._gather_bytes = one_element_list  # type: ignore[method-assign]
+    with pytest.raises(CollectiveError) as caught:
+        comm.all_gatherv(torch.zeros(4, 4))
+    return str(caught.value)
+
+
+def test_fault_4_put_back_one_element_list_fails() -> None:
+    for message in launcher.run_ranks(_fault_4_one_element_list, 2):
+        assert "collective all_gatherv #0 (uniform" in message
+
+
+def _gather_of_skewed_ranks(one_by_one: bool) -> list[list[float]]:
+    """Two tensors of one shape, handed to the backend from a queue that rank 1 serves out of order.
+
+    This stands for a device queue on which two independent collectives may start in either order.
+    """
+    _join()
+    comm, rank = _communicator("xpu"), _rank()
+    tensors = [torch.full((2, 2), 10.0 * rank + i) for i in (1, 2)]
+    if not one_by_one:
+        return [x[:, 0].tolist() for x in comm.all_gatherv(tensors)]
+    results: dict[int, torch.Tensor] = {}
+
+    def call(index: int) -> None:
+        time.sleep(0.3 * (index if rank == 0 else 1 - index))
+        results[index] = comm.all_gatherv(tensors[index])
+
+    threads = [threading.Thread(target=call, args=(index,)) for index in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [results[index][:, 0].tolist() for index in (0, 1)]
+
+
+def test_fault_5_put_back_call_2_pairs_with_call_1() -> None:
+    right = [[1.0, 1.0, 11.0, 11.0], [2.0, 2.0, 12.0, 12.0]]
+    mixed = [[1.0, 1.0, 12.0, 12.0], [2.0, 2.0, 11.0, 11.0]]  # rank 0: its call 1 met rank 1's call 2, silently
+    assert launcher.run_ranks(_gather_of_skewed_ranks, 2, True)[0] == mixed
+    assert launcher.run_ranks(_gather_of_skewed_ranks, 2, False) == [right, right]
+
+
+def _fault_8_changed_input() -> tuple[bool, bool]:
+    """Case 8's fault: a reduce-scatter made of an all-reduce in place."""
+    _join()
+    comm, rank = _communicator("xpu"), _rank()
+    x = torch.full((5, 2), float(rank + 1))
+    comm.reduce_scatterv(x, 0, [3, 2])
+    sound = bool((x == rank + 1).all())
+    dist.all_reduce(x, group=comm.device_group)
+    return sound, bool((x == rank + 1).all())
+
+
+def test_case_8_input_stays_unchanged_and_the_fault_is_seen() -> None:
+    assert launcher.run_ranks(_fault_8_changed_input, 2) == [(True, False)] * 2
+
+
+# -- failures
+
+
+def _late_rank(asleep_s: float) -> tuple[str, float]:
+    _join()
+    rank = _rank()
+    from datetime import timedelta
+
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1.5))
+    comm = CpuCommunicator(group, torch.device("cpu"), group, "ep:0")
+    forward_context.set_current_step(17)
+    forward_context.set_current_layer("model.layers.3.mlp")
+    if rank == 1:
+        if asleep_s < 0:
+            os._exit(3)
+        time.sleep(asleep_s)
+        return "", 0.0
+    start = time.monotonic()
+    with _observed() as ledger, pytest.raises(CollectiveError) as caught:
+        comm.all_gatherv(torch.zeros(2, 2), 0, [2, 3])
+    assert len(ledger.errors) == 1
+    assert caught.value.record.step == 17
+    return str(caught.value), time.monotonic() - start
+
+
+@pytest.mark.parametrize("asleep_s", [3.5, -1.0], ids=["stalls", "dies"])
+def test_a_missing_rank_is_an_error_that_says_where(asleep_s: float) -> None:
+    outcomes = launcher.rank_outcomes(_late_rank, 2, asleep_s, deadline_s=20)
+    assert outcomes[0].status == "ok", outcomes[0].error
+    message, seconds = outcomes[0].value
+    assert "rank 0: collective all_gatherv #0 (variable-size, sizes=(2, 3)" in message
+    assert "group ep:0 (ranks [0, 1]) failed in step 17, layer model.layers.3.mlp" in message
+    assert seconds < 5
