@@ -167,7 +167,7 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFFile:
     tensors = tuple(dataclasses.replace(t, offset=start + t.offset) for t in table)
     for t in tensors:
         block, _ = GGML_QUANT_SIZES[t.kind]
-        if not t.shape or t.shape[-1] % block:
+        if min(t.shape, default=0) < 1 or t.shape[-1] % block:
             raise ValueError(f"{t.name} of shape {t.shape} in {t.kind.name} blocks of {block}")
         if t.offset + t.nbytes > len(data):
             raise ValueError(f"{t.name} ends at byte {t.offset + t.nbytes}, the file at {len(data)}")
@@ -196,6 +196,8 @@ def _config(file: GGUFFile) -> PretrainedConfig:
         found = file.metadata.get(f"{arch}.{key}", default)
         if found is _REQUIRED:
             raise ValueError(f"{file.path} lacks the metadata {arch}.{key}; convert the model again")
+        if isinstance(found, list):
+            raise ValueError(f"{file.path} has {arch}.{key}={found}, one a layer, which is not supported")
         return found
 
     if "token_embd.weight" not in shapes:

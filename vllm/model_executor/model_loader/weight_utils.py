@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
 import json
 import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -205,6 +207,26 @@ def match_specs(
             + "\nGive a checkpoint and config of the same model, with unquantised float weights"
         )
     return [(wanted[t.name], t) for t in stored if t.name in wanted and wanted[t.name].needed]
+
+
+@contextlib.contextmanager
+def freed_memory_goes_back() -> Iterator[None]:
+    """Within it glibc maps every block of 64 KiB or more on its own and unmaps it when it is freed.
+
+    Else a large temporary leaves a hole in the heap that an aligned block of the same size does not fit into, so
+    copying a model tensor by tensor would hold it twice. After it the limits are those that glibc's own adaption
+    reaches once large blocks were freed: steps then reuse memory without asking the kernel.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    m_trim_threshold, m_mmap_threshold = -1, -3
+    if mallopt is not None:
+        mallopt(m_mmap_threshold, 64 << 10)
+    try:
+        yield
+    finally:
+        if mallopt is not None:
+            mallopt(m_mmap_threshold, 32 << 20)
+            mallopt(m_trim_threshold, 64 << 20)
 
 
 def load_weights(model: nn.Module, pairs: Sequence[tuple[WeightSpec, StoredTensor]], dtype: torch.dtype) -> None:
