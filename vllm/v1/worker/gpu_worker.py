@@ -12,6 +12,7 @@ from vllm.config import VllmConfig
 from vllm.distributed import (
     cleanup_dist_env_and_memory,
     ensure_model_parallel_initialized,
+    get_world_group,
     init_distributed_environment,
 )
 from vllm.logger import init_logger
@@ -57,18 +58,21 @@ class Worker:
         """Bytes for the KV cache and recurrent states on this rank, after the largest step was run once.
 
         ``kv_cache_memory_bytes`` decides where given; on CPU ``VLLM_CPU_KVCACHE_SPACE`` (GiB) does next; else what
-        ``gpu_memory_utilization`` of the device's memory leaves, on CPU shared by the ranks of this node.
+        ``gpu_memory_utilization`` of the device's memory leaves, on CPU shared by the ranks of this node. All ranks
+        get the smallest rank's answer: schedulers that decide alike need caches of one size.
         """
         self.runner.profile_run()
-        cache = self.vllm_config.cache_config
+        return min(get_world_group().all_gather_object(self._memory_for_cache()))
+
+    def _memory_for_cache(self) -> int:
+        cache, on_cpu = self.vllm_config.cache_config, self.platform.device_type == "cpu"
         if cache.kv_cache_memory_bytes is not None:
             return cache.kv_cache_memory_bytes
-        if self.platform.device_type == "cpu" and envs.VLLM_CPU_KVCACHE_SPACE:
+        if on_cpu and envs.VLLM_CPU_KVCACHE_SPACE:
             return int(envs.VLLM_CPU_KVCACHE_SPACE * 2**30)
         free, total = self.platform.memory_info(self.device)
-        if self.platform.device_type == "cpu":
-            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            return int(free * cache.gpu_memory_utilization) // ranks
+        if on_cpu:
+            return int(free * cache.gpu_memory_utilization) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         return int(total * cache.gpu_memory_utilization) - (total - free)
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from vllm.forward_context import get_forward_context, set_current_layer
+from vllm.v1.attention.backend import zeroed_cache
 from vllm.v1.attention.backends.registry import get_attn_backend
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 
@@ -42,7 +43,7 @@ class Attention(nn.Module):
     def bind_kv_cache(self, config: KVCacheConfig) -> None:
         """Allocate this layer's cache. Blocks are zeroed so that no kernel that reads a whole block meets NaN."""
         shape = self.backend.get_kv_cache_shape(config.num_blocks, config.block_size, self.num_kv_heads, self.head_size)
-        self.kv_cache = (torch.zeros(shape, dtype=self.dtype), torch.zeros(shape, dtype=self.dtype))
+        self.kv_cache = (zeroed_cache(shape, self.dtype), zeroed_cache(shape, self.dtype))
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         num_tokens_padded = query.shape[0]
