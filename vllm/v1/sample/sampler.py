@@ -10,7 +10,7 @@ import torch
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.penalties import apply_penalties
-from vllm.v1.sample.ops.topk_topp_sampler import block_sums, limit_threshold, random_choice, row_max
+from vllm.v1.sample.ops.topk_topp_sampler import block_sums, keep_from, limit_threshold, random_choice, row_max
 
 # Rows of log-probabilities worked on at once: bounds the memory beside the result at a few [64, V] fp32.
 _LOGPROB_ROWS = 64
@@ -58,12 +58,11 @@ class Sampler:
         floor = None
         if metadata.min_p is not None:
             floor = top + metadata.min_p[:, None].log()
-            weights *= scaled >= floor
+            keep_from(floor, scaled, weights)
         if metadata.top_k is not None or metadata.top_p is not None:
             total = block_sums(weights).sum(dim=1, keepdim=True, dtype=torch.float64)
-            weights *= scaled >= limit_threshold(
-                scaled, total, metadata.top_k, metadata.max_top_k, metadata.top_p, floor
-            )
+            threshold = limit_threshold(scaled, total, metadata.top_k, metadata.max_top_k, metadata.top_p, floor)
+            keep_from(threshold, scaled, weights)
         token_ids, found = random_choice(weights, metadata.noise)
         if metadata.greedy is not None:
             found = found & ~metadata.greedy
@@ -82,13 +81,14 @@ class Sampler:
         ranks = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
         for start in range(0, num_rows, _LOGPROB_ROWS):
             part = slice(start, start + _LOGPROB_ROWS)
-            values = logits[part].float()
+            values = logits[part].to(torch.float32, copy=True)
             chosen_ids = token_ids[part, None].to(torch.int64)
             chosen = values.gather(1, chosen_ids)
             top = values.topk(width, dim=1)
             ids[part] = torch.cat((chosen_ids, top.indices), dim=1)
             logprobs[part] = torch.cat((chosen, top.values), dim=1) - values.logsumexp(dim=1, keepdim=True)
-            ranks[part] = (values > chosen).sum(dim=1) + 1
+            # Comparing into fp32 is exact and several times faster than summing booleans.
+            ranks[part] = values.gt_(chosen).sum(dim=1) + 1
         return LogprobsTensors(ids, logprobs, ranks)
 
 

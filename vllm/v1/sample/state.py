@@ -108,6 +108,8 @@ class SamplingState:
         self._cached: SamplingMetadata | None = None
         self._key: tuple[int, ...] | None = None
         self._chosen: list[_Row] = []
+        self._penalised: list[tuple[int, _Row, _SeenTokens]] = []
+        self._banning: list[tuple[int, _Row]] = []
         self._history = False
         self._seeds = np.zeros(0, dtype=np.uint64)
 
@@ -179,9 +181,11 @@ class SamplingState:
         if not all(row.greedy for row in chosen):
             self._seeds = np.array([row.seed for row in chosen], dtype=np.uint64)
             fields |= self._random_fields(chosen)
-        self._history = "temperature" in fields or any(
-            row.seen or row.end_token_ids or row.params.bad_words_token_ids for row in chosen
-        )
+        self._penalised = [(r, row, row.seen) for r, row in enumerate(chosen) if row.seen is not None]
+        self._banning = [
+            (r, row) for r, row in enumerate(chosen) if row.end_token_ids or row.params.bad_words_token_ids
+        ]
+        self._history = "temperature" in fields or bool(self._penalised or self._banning)
         return SamplingMetadata(**fields)
 
     def _random_fields(self, chosen: list[_Row]) -> dict[str, Any]:
@@ -205,16 +209,14 @@ class SamplingState:
     def _from_history(self) -> dict[str, Any]:
         """All that depends on the requests' output so far."""
         fields: dict[str, Any] = {}
-        chosen = self._chosen
         if self._cached is not None and self._cached.temperature is not None:
-            positions = np.array([row.request.num_output_tokens for row in chosen], dtype=np.uint64)
+            positions = np.array([row.request.num_output_tokens for row in self._chosen], dtype=np.uint64)
             fields["noise"] = torch.from_numpy(uniform_noise(self._seeds, positions)).to(self.device)
-        banned = [(r, token) for r, row in enumerate(chosen) for token in row.banned_token_ids()]
+        banned = [(r, token) for r, row in self._banning for token in row.banned_token_ids()]
         if banned:
             fields["banned"] = self._entries(banned)
-        penalised = [(r, row, row.seen) for r, row in enumerate(chosen) if row.seen is not None]
-        if penalised:
-            fields["penalties"] = self._penalties(penalised)
+        if self._penalised:
+            fields["penalties"] = self._penalties(self._penalised)
         return fields
 
     def _penalties(self, penalised: list[tuple[int, _Row, _SeenTokens]]) -> Penalties:

@@ -47,6 +47,14 @@ def row_max(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values[:, 0], token_ids.gather(1, within)[:, 0]
 
 
+def keep_from(threshold: torch.Tensor, logits: torch.Tensor, weights: torch.Tensor) -> None:
+    """Set ``weights`` [R, V] fp32 to 0, in place, where ``logits`` [R, V] are below ``threshold`` [R, 1].
+
+    The comparison is written as fp32: on a CPU that is several times faster than to multiply by booleans.
+    """
+    weights *= torch.ge(logits, threshold, out=torch.empty_like(weights))
+
+
 def _largest(logits: torch.Tensor, width: int) -> torch.Tensor:
     """The ``width`` largest values of each row, descending. numpy sorts fp32 several times faster than torch."""
     if width < logits.shape[1]:
@@ -80,10 +88,10 @@ def limit_threshold(
             p = top_p[:, None]
             mass = (largest - largest[:, :1]).exp_()
             if floor is not None:
-                mass *= largest >= floor
+                keep_from(floor, largest, mass)
             mass = mass.cumsum(dim=1, dtype=torch.float64)
             needed = p * torch.where(k < vocab_size, mass.gather(1, last.clamp(max=width - 1)), total)
-            reached = (mass < needed).sum(dim=1, keepdim=True)
+            reached = torch.searchsorted(mass, needed)
             last = torch.where(p < 1, torch.minimum(last, reached), last)
         if width == vocab_size or bool(((last < width) | (last == vocab_size - 1)).all()):
             break

@@ -1,0 +1,445 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sampler against exact distributions, transformers' penalty, fp64 and itself in other batches."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
+from vllm.v1.sample.ops import topk_topp_sampler
+from vllm.v1.sample.ops.topk_topp_sampler import row_max
+from vllm.v1.sample.sampler import Sampler, process_logits
+from vllm.v1.sample.state import SamplingState, uniform_noise
+
+NEVER = -1
+
+
+@pytest.fixture(autouse=True)
+def poison():
+    """Every uninitialised byte is NaN."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def request(params: SamplingParams, prompt=(1, 2, 3), output=(), eos=NEVER, name="r") -> Request:
+    made = Request(name, list(prompt), params, eos_token_id=eos if eos != NEVER else None)
+    made.all_token_ids += list(output)
+    return made
+
+
+def state_of(requests: list[Request], vocab_size: int, seed: int = 0) -> SamplingState:
+    state = SamplingState(len(requests), vocab_size, seed=seed)
+    for row, made in enumerate(requests):
+        state.add_row(row, made)
+    return state
+
+
+def sample(logits: torch.Tensor, requests: list[Request], seed: int = 0):
+    return Sampler()(logits, state_of(requests, logits.shape[1], seed).make_metadata())
+
+
+def exact(logits: list[float], params: SamplingParams) -> np.ndarray:
+    """The distribution in fp64, token by token."""
+    x = [value / params.temperature for value in logits]
+    weights = [math.exp(value - max(x)) for value in x]
+    if params.min_p:
+        weights = [w if w >= params.min_p else 0.0 for w in weights]
+    if params.top_k:
+        least = sorted(weights)[-min(params.top_k, len(weights))]
+        weights = [w if w >= least else 0.0 for w in weights]
+    if params.top_p < 1:
+        order = sorted(set(weights), reverse=True)
+        kept, mass = 0.0, 0.0
+        for value in order:
+            mass += value * weights.count(value)
+            kept = value
+            if mass >= params.top_p * sum(weights):
+                break
+        weights = [w if w >= kept else 0.0 for w in weights]
+    return np.array(weights) / sum(weights)
+
+
+def draws(logits: torch.Tensor, params: SamplingParams, num_draws: int, seed: int = 0) -> np.ndarray:
+    """Counts [V] of ``num_draws`` tokens, in batches of 500 rows of different seeds at successive positions."""
+    vocab_size = logits.shape[0]
+    requests = [request(params) for _ in range(500)]
+    state = state_of(requests, vocab_size, seed)
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for _ in range(num_draws // 500):
+        tokens = Sampler()(logits.expand(500, -1), state.make_metadata()).sampled_token_ids
+        counts += np.bincount(tokens.numpy(), minlength=vocab_size)
+        for made in requests:
+            made.all_token_ids.append(0)
+    return counts
+
+
+def assert_distributed(counts: np.ndarray, probabilities: np.ndarray) -> None:
+    """Nothing where nothing may be, and chi-square does not reject at 1 in 10,000."""
+    assert counts[probabilities == 0].sum() == 0
+    total = counts.sum()
+    common = probabilities * total >= 5
+    observed = np.append(counts[common], counts[~common].sum())
+    expected = np.append(probabilities[common], probabilities[~common].sum()) * total
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    if len(expected) > 1:
+        assert chisquare(observed, expected * observed.sum() / expected.sum()).pvalue > 1e-4
+
+
+LIMITS = [
+    {},
+    {"temperature": 0.5},
+    {"temperature": 1.8},
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_k": 10**6},
+    {"top_p": 0.1},
+    {"top_p": 0.6},
+    {"top_p": 0.95},
+    {"top_p": 1e-9},
+    {"min_p": 0.1},
+    {"min_p": 1.0},
+    {"top_k": 9, "top_p": 0.7},
+    {"top_k": 9, "top_p": 0.7, "min_p": 0.2, "temperature": 1.3},
+    {"top_p": 0.8, "min_p": 0.05, "temperature": 0.7},
+]
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+@pytest.mark.parametrize("vocab_size", [50, 777])
+def test_distribution_is_exact(limits, vocab_size):
+    params = SamplingParams(**limits)
+    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 2
+    assert_distributed(draws(logits, params, 20_000), exact(logits.double().tolist(), params))
+
+
+@pytest.mark.parametrize(
+    "limits", [{"top_p": 0.9}, {"top_p": 0.999}, {"top_k": 600, "top_p": 0.99}, {"top_k": 1200}], ids=str
+)
+def test_limits_beyond_the_first_selection(limits):
+    """More tokens are kept than the first selection holds."""
+    params = SamplingParams(**limits)
+    logits = torch.randn(1500, generator=torch.Generator().manual_seed(3)) / 2
+    probabilities = exact(logits.double().tolist(), params)
+    assert (probabilities > 0).sum() > topk_topp_sampler._SELECT
+    assert_distributed(draws(logits, params, 15_000), probabilities)
+
+
+def test_chi_square_would_notice():
+    """The check itself: noise that is off by a little is rejected."""
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(50)) * 2
+    counts = draws(logits, SamplingParams(temperature=1.15), 20_000)
+    with pytest.raises(AssertionError):
+        assert_distributed(counts, exact(logits.double().tolist(), SamplingParams()))
+
+
+def test_equal_logits_share_one_fate():
+    """Limits that cut through equal logits keep all of them."""
+    logits = torch.tensor([0.0, 1.0, 1.0, 1.0, -2.0])
+    for params in (SamplingParams(top_k=1), SamplingParams(top_p=0.1), SamplingParams(min_p=1.0)):
+        assert_distributed(draws(logits, params, 5000), np.array([0, 1, 1, 1, 0]) / 3)
+
+
+def test_only_one_token_possible():
+    logits = torch.full((300,), -torch.inf)
+    logits[271] = -5.0
+    for params in (SamplingParams(**kw) for kw in LIMITS):
+        assert draws(logits, params, 500)[271] == 500
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab_size", [1, 5, 255, 256, 257, 1000])
+def test_greedy_takes_the_lowest_of_the_largest(dtype, vocab_size):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randint(-3, 4, (40, vocab_size), generator=generator).to(dtype)
+    values, token_ids = row_max(logits)
+    for row in range(40):
+        expected = logits[row].tolist().index(max(logits[row].tolist()))
+        assert (values[row].item(), token_ids[row].item()) == (logits[row, expected].item(), expected)
+    greedy = [request(SamplingParams(temperature=0)) for _ in range(40)]
+    assert torch.equal(sample(logits, greedy).sampled_token_ids, token_ids)
+
+
+def test_logits_are_not_changed():
+    logits = torch.randn(2, 60)
+    before = logits.clone()
+    sample(logits, [request(SamplingParams(repetition_penalty=2.0, top_k=3, logprobs=2)) for _ in range(2)])
+    assert torch.equal(logits, before)
+
+
+# --- independence of rows ---------------------------------------------------------------------------------------------
+
+MIXED = [
+    {"temperature": 0},
+    {"seed": 1},
+    {"seed": 2, "top_k": 5},
+    {"seed": 3, "top_p": 0.8},
+    {"seed": 4, "min_p": 0.1, "temperature": 0.6},
+    {"seed": 5, "repetition_penalty": 1.4, "presence_penalty": 0.5},
+    {"seed": 6, "logit_bias": {3: 4.0}},
+    {"seed": 7, "allowed_token_ids": [1, 5, 700, 900]},
+    {"seed": 8, "min_tokens": 9, "stop_token_ids": [4, 5]},
+    {"seed": 9, "top_k": 700, "top_p": 0.99},
+    {"seed": 10, "logprobs": 3},
+    {"temperature": 0, "frequency_penalty": 1.0},
+]
+
+
+def test_a_seeded_row_does_not_depend_on_the_batch():
+    """Each of 12 kinds of request: alone, in a batch of 12 and in a shuffled batch of 36, for 20 tokens."""
+    vocab_size, steps = 1500, 20
+    logits = torch.randn(steps, len(MIXED), vocab_size, generator=torch.Generator().manual_seed(1)) * 2
+
+    def run(order: list[int]) -> dict[int, list[int]]:
+        requests = [request(SamplingParams(**MIXED[kind])) for kind in order]
+        state = state_of(requests, vocab_size, seed=len(order))
+        for step in range(steps):
+            tokens = Sampler()(logits[step, order], state.make_metadata()).sampled_token_ids
+            for made, token in zip(requests, tokens.tolist(), strict=True):
+                made.all_token_ids.append(token)
+        return {kind: made.output_token_ids for kind, made in zip(order, requests, strict=True)}
+
+    together = run(list(range(len(MIXED))))
+    for kind in range(len(MIXED)):
+        assert run([kind])[kind] == together[kind], MIXED[kind]
+    shuffled = np.random.default_rng(0).permutation(list(range(len(MIXED))) * 3).tolist()
+    assert run(shuffled) == together
+
+
+def test_a_seeded_request_goes_on_after_a_preemption():
+    logits = torch.randn(10, 1, 400, generator=torch.Generator().manual_seed(1))
+
+    def run(preempt_at: int | None) -> list[int]:
+        made = request(SamplingParams(seed=11, frequency_penalty=0.5))
+        state = state_of([made], 400)
+        for step in range(10):
+            if step == preempt_at:
+                state.remove_row(0)
+                state.add_row(0, made)
+            made.all_token_ids += Sampler()(logits[step], state.make_metadata()).sampled_token_ids.tolist()
+        return made.output_token_ids
+
+    assert run(None) == run(0) == run(5)
+
+
+def test_unseeded_requests_differ_and_follow_the_engine_seed():
+    logits = torch.zeros(8, 1000)
+    requests = [request(SamplingParams()) for _ in range(8)]
+    tokens = sample(logits, requests, seed=5).sampled_token_ids
+    assert len(set(tokens.tolist())) > 5
+    assert torch.equal(tokens, sample(logits, requests, seed=5).sampled_token_ids)
+    assert not torch.equal(tokens, sample(logits, requests, seed=6).sampled_token_ids)
+
+
+def test_seed_and_position_both_matter():
+    seeds, positions = np.meshgrid(np.arange(60, dtype=np.uint64), np.arange(60, dtype=np.uint64))
+    noise = uniform_noise(seeds, positions)
+    assert noise.min() >= 0
+    assert noise.max() < 1
+    assert len(np.unique(noise)) == noise.size
+    # Neighbouring seeds and positions are uncorrelated: 60 x 60 uniform numbers, 5 standard errors.
+    assert abs(np.corrcoef(noise[:-1].ravel(), noise[1:].ravel())[0, 1]) < 5 / 60
+    assert abs(np.corrcoef(noise[:, :-1].ravel(), noise[:, 1:].ravel())[0, 1]) < 5 / 60
+
+
+def test_splitmix64_reference_values():
+    """First outputs for state 0 of the published C program by S. Vigna, from which the stream is defined."""
+    from vllm.v1.sample.state import _GOLDEN, _mix
+
+    states = np.arange(1, 4, dtype=np.uint64) * _GOLDEN
+    assert _mix(states).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("whole_row", [False, True])
+def test_a_nan_row_touches_no_other(bad, whole_row):
+    vocab_size = 1000
+    kinds = [SamplingParams(**kw) for kw in MIXED]
+    logits = torch.randn(len(kinds), vocab_size, generator=torch.Generator().manual_seed(2))
+    clean = sample(logits, [request(p) for p in kinds])
+    for row in range(len(kinds)):
+        broken = logits.clone()
+        broken[row, slice(None) if whole_row else 333] = bad
+        got = sample(broken, [request(p) for p in kinds])
+        assert got.nan_rows.tolist() == [r == row for r in range(len(kinds))]
+        assert got.sampled_token_ids[row] == 0
+        others = [r for r in range(len(kinds)) if r != row]
+        assert torch.equal(got.sampled_token_ids[others], clean.sampled_token_ids[others])
+        assert torch.equal(got.logprobs_tensors.logprobs[others], clean.logprobs_tensors.logprobs[others])
+
+
+def test_nothing_left_to_sample():
+    """All allowed tokens are banned: a defined token, and no report of NaN."""
+    params = SamplingParams(allowed_token_ids=[4], min_tokens=1, stop_token_ids=[4])
+    got = sample(torch.zeros(2, 10), [request(params), request(SamplingParams(temperature=0))])
+    assert got.sampled_token_ids.tolist() == [0, 0]
+    assert not got.nan_rows.any()
+
+
+# --- changes to the logits --------------------------------------------------------------------------------------------
+
+
+def processed(logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:
+    return process_logits(logits, state_of(requests, logits.shape[1]).make_metadata())
+
+
+def test_repetition_penalty_equals_transformers():
+    logits = torch.randn(3, 80, generator=torch.Generator().manual_seed(3))
+    requests = [
+        request(SamplingParams(repetition_penalty=penalty), prompt=[1, 2, 2, 9], output=[7, 1, 7])
+        for penalty in (1.3, 0.7, 1.0)
+    ]
+    got = processed(logits, requests)
+    for row, made in enumerate(requests):
+        reference = RepetitionPenaltyLogitsProcessor(made.sampling_params.repetition_penalty)
+        expected = reference(torch.tensor([made.all_token_ids]), logits[row : row + 1])
+        torch.testing.assert_close(got[row : row + 1], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_penalties_equal_the_definition_while_the_output_grows():
+    """By hand in fp64, 150 tokens: over the first capacity of the counts."""
+    vocab_size = 300
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(2, vocab_size, generator=generator)
+    params = [
+        SamplingParams(presence_penalty=0.7, frequency_penalty=-0.3, repetition_penalty=1.5),
+        SamplingParams(frequency_penalty=1.1),
+    ]
+    requests = [request(p, prompt=[5, 6, 6]) for p in params]
+    state = state_of(requests, vocab_size)
+    for _ in range(150):
+        got = process_logits(logits, state.make_metadata())
+        for row, made in enumerate(requests):
+            p = made.sampling_params
+            expected = logits[row].double()
+            for token in set(made.all_token_ids):
+                count = made.output_token_ids.count(token)
+                value = expected[token]
+                value = value / p.repetition_penalty if value > 0 else value * p.repetition_penalty
+                expected[token] = value - p.frequency_penalty * count - p.presence_penalty * (count > 0)
+            torch.testing.assert_close(got[row].double(), expected, rtol=1e-6, atol=1e-5)
+            made.all_token_ids.append(int(torch.randint(vocab_size, (), generator=generator)))
+
+
+def test_penalties_change_the_distribution_exactly():
+    logits = torch.randn(30, generator=torch.Generator().manual_seed(5))
+    params = SamplingParams(presence_penalty=1.0)
+    changed = logits.double().clone()
+    changed[0] -= 1.0
+    requests_output_grows_by_token_zero = draws(logits, params, 20_000)
+    first = draws(logits, params, 500)
+    rest = requests_output_grows_by_token_zero - first
+    assert_distributed(rest, exact(changed.tolist(), SamplingParams()))
+
+
+def test_bias_allowed_and_banned():
+    logits = torch.zeros(4, 12)
+    requests = [
+        request(SamplingParams(logit_bias={3: 2.5, 11: -100.0})),
+        request(SamplingParams(allowed_token_ids=[2, 9])),
+        request(SamplingParams(min_tokens=2, stop_token_ids=[4]), eos=7, output=[1]),
+        request(SamplingParams(min_tokens=2, stop_token_ids=[4]), eos=7, output=[1, 1]),
+    ]
+    got = processed(logits, requests)
+    expected = torch.zeros(4, 12)
+    expected[0, 3], expected[0, 11] = 2.5, -100.0
+    expected[1] = -torch.inf
+    expected[1, [2, 9]] = 0
+    expected[2, [4, 7]] = -torch.inf
+    assert torch.equal(got, expected)
+
+
+def test_bad_words_cannot_be_completed():
+    params = SamplingParams(bad_words=["x"])
+    params.bad_words_token_ids = [[5], [1, 2, 3]]
+    requests = [request(params, prompt=[1, 2], output=output) for output in ([], [1, 2], [2], [0, 1, 2])]
+    got = processed(torch.zeros(4, 8), requests)
+    banned = [set(row.isinf().nonzero().flatten().tolist()) for row in got]
+    assert banned == [{5}, {5, 3}, {5}, {5, 3}]
+
+
+# --- log-probabilities ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_logprobs", [0, 1, 5, -1, 1000])
+def test_logprobs_are_those_of_the_raw_logits(dtype, num_logprobs):
+    """Over more rows than are worked on at once, with every kind of change to the logits; fp32 against fp64: 2e-6."""
+    vocab_size, num_rows = 90, 150
+    logits = (torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(6)) * 3).to(dtype)
+    params = SamplingParams(temperature=0.7, top_k=20, repetition_penalty=1.5, logprobs=num_logprobs)
+    got = sample(logits, [request(params) for _ in range(num_rows)])
+    table = torch.log_softmax(logits.double(), dim=-1)
+    ids, logprobs, ranks = got.logprobs_tensors
+    width = vocab_size if num_logprobs in (-1, 1000) else num_logprobs
+    assert ids.shape == logprobs.shape == (num_rows, width + 1)
+    assert (ids.dtype, logprobs.dtype, ranks.dtype) == (torch.int32, torch.float32, torch.int32)
+    assert torch.equal(ids[:, 0].long(), got.sampled_token_ids)
+    torch.testing.assert_close(logprobs.double(), table.gather(1, ids.long()), rtol=0, atol=2e-6)
+    torch.testing.assert_close(logprobs[:, 1:].double(), table.topk(width).values, rtol=0, atol=2e-6)
+    for row in range(num_rows):
+        chosen = logits[row, got.sampled_token_ids[row]]
+        assert ranks[row] == 1 + sum(value > chosen for value in logits[row])
+
+
+def test_the_batch_asks_for_the_most():
+    rows = [request(SamplingParams(temperature=0, logprobs=n)) for n in (None, 0, 3)]
+    state = state_of(rows, 9)
+    assert state.make_metadata().max_num_logprobs == 3
+    assert state.make_metadata([0]).max_num_logprobs is None
+    rows.append(request(SamplingParams(logprobs=-1)))
+    assert state_of(rows, 9).make_metadata().max_num_logprobs == -1
+
+
+# --- rows of the batch ------------------------------------------------------------------------------------------------
+
+
+def test_metadata_is_reused_until_a_row_changes():
+    requests = [request(SamplingParams(temperature=0), name=str(i)) for i in range(3)]
+    state = SamplingState(4, 50)
+    for row, made in enumerate(requests):
+        state.add_row(row, made)
+    first = state.make_metadata()
+    assert first.all_greedy
+    assert state.make_metadata() is first
+    state.add_row(3, request(SamplingParams(seed=1)))
+    mixed = state.make_metadata()
+    assert not mixed.all_greedy
+    assert not mixed.all_random
+    assert mixed.greedy.tolist() == [True, True, True, False]
+    assert state.make_metadata([3]).all_random
+    assert state.make_metadata([0, 2]).all_greedy
+
+
+def test_rows_move_with_their_history():
+    penalised = request(SamplingParams(temperature=0, frequency_penalty=1.0), output=[7, 7])
+    state = SamplingState(3, 10)
+    state.add_row(0, request(SamplingParams(temperature=0)))
+    state.add_row(1, penalised)
+    before = process_logits(torch.zeros(1, 10), state.make_metadata([1]))
+    state.remove_row(0)
+    state.move_row(1, 0)
+    after = process_logits(torch.zeros(1, 10), state.make_metadata())
+    assert torch.equal(before, after)
+    assert after[0, 7] == -2.0
+
+
+def test_wrong_rows_are_refused():
+    state = SamplingState(3, 10)
+    state.add_row(1, request(SamplingParams()))
+    with pytest.raises(AssertionError, match="not 0"):
+        state.make_metadata()
+    with pytest.raises(AssertionError, match=r"\[0\] are free"):
+        state.make_metadata([0, 1])
+    with pytest.raises(AssertionError, match="row 1 holds"):
+        state.add_row(1, request(SamplingParams()))
+    with pytest.raises(AssertionError, match="row 2 is free"):
+        state.move_row(2, 0)
