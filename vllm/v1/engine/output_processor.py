@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the engine's steps to the client's outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from vllm.logprobs import PromptLogprobs, SampleLogprobs
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.detokenizer import Detokenizer
+from vllm.v1.engine.logprobs import TokenText, logprob_dicts
+from vllm.v1.outputs import EngineCoreOutput
+
+
+class ProcessedOutputs(NamedTuple):
+    """``reqs_to_abort``: sequences that a stop string ended and the scheduler still runs."""
+
+    request_outputs: list[RequestOutput]
+    reqs_to_abort: list[str]
+
+
+class _Completion:
+    """One sequence of a request, and how much of it the client has."""
+
+    def __init__(self, index: int, params: SamplingParams, detokenizer: Detokenizer | None) -> None:
+        self.index = index
+        self.params = params
+        self.detokenizer = detokenizer
+        # Without stop strings and without outputs on the way, all the text can be made at the end.
+        self.text_at_end = not params.stop and params.output_kind is RequestOutputKind.FINAL_ONLY
+        self.token_ids: list[int] = []
+        self.logprobs: SampleLogprobs | None = None if params.logprobs is None else []
+        self.cumulative_logprob = None if params.logprobs is None else 0.0
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self._num_text_sent = 0
+        self._num_tokens_sent = 0
+
+    def add(self, output: EngineCoreOutput, token_text: Callable[[int], str | None]) -> None:
+        token_ids = output.new_token_ids
+        self.token_ids += token_ids
+        if self.logprobs is not None and output.new_logprobs is not None:
+            self.logprobs += logprob_dicts(output.new_logprobs, self.params.logprobs or 0, token_text)
+            self.cumulative_logprob += sum(row[0] for row in output.new_logprobs.logprobs)
+        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+        detokenizer = self.detokenizer
+        if detokenizer is None or (self.text_at_end and not output.finished):
+            return
+        shown = self.token_ids if self.text_at_end else token_ids
+        if self.finish_reason == "stop" and not self.params.include_stop_str_in_output:
+            shown = shown[:-1]
+        if (stop := detokenizer.add(shown, output.finished)) is not None:
+            self.finish_reason, self.stop_reason = "stop", stop
+
+    def make_output(self, delta: bool) -> CompletionOutput:
+        text, token_ids, logprobs = "", self.token_ids, self.logprobs
+        if self.detokenizer is not None:
+            text = self.detokenizer.text
+            if self.finish_reason is None:
+                text = text[: self.detokenizer.num_stable]
+        num_text, num_tokens = len(text), len(token_ids)
+        if delta:
+            text, token_ids = text[self._num_text_sent :], token_ids[self._num_tokens_sent :]
+            logprobs = None if logprobs is None else logprobs[self._num_tokens_sent :]
+            self._num_text_sent, self._num_tokens_sent = max(self._num_text_sent, num_text), num_tokens
+        elif self.finish_reason is None:
+            token_ids = token_ids[:]
+            logprobs = None if logprobs is None else logprobs[:]
+        return CompletionOutput(
+            self.index,
+            text,
+            token_ids,
+            self.cumulative_logprob,
+            logprobs,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+
+@dataclasses.dataclass
+class _Request:
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    child_ids: list[str]
+    completions: list[_Completion]
+    prompt_logprobs: PromptLogprobs | None
+    num_unfinished: int
+    num_cached_tokens: int | None = None
+
+    def make_output(self, changed: Sequence[_Completion]) -> RequestOutput | None:
+        """The output that is due after a step that changed ``changed``, if one is."""
+        finished = self.num_unfinished == 0
+        kind = self.params.output_kind
+        if kind is RequestOutputKind.FINAL_ONLY and not finished:
+            return None
+        delta = kind is RequestOutputKind.DELTA
+        prompt_logprobs = self.prompt_logprobs
+        if delta:
+            self.prompt_logprobs = None
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            prompt_logprobs,
+            [completion.make_output(delta) for completion in (changed if delta else self.completions)],
+            finished,
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
+
+class OutputProcessor:
+    """Keeps each request from ``add_request`` until it is finished or aborted."""
+
+    def __init__(self, tokenizer: Any | None) -> None:
+        self._tokenizer = tokenizer
+        self._token_text = TokenText(tokenizer)
+        self._requests: dict[str, _Request] = {}
+        self._by_child: dict[str, tuple[_Request, _Completion]] = {}
+
+    def add_request(
+        self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams
+    ) -> list[tuple[str, SamplingParams]]:
+        """Returns the sequences to run: the request itself or, for ``n`` > 1, ``i_<request_id>`` with ``seed`` + i.
+
+        Raises ``ValueError`` for an id in use.
+        """
+        children = _children(request_id, params)
+        taken = [name for name in (request_id, *(name for name, _ in children)) if name in self._requests]
+        taken += [name for name, _ in children if name in self._by_child]
+        if taken:
+            raise ValueError(f"request_id={taken[0]!r} is in use; wait for its end, abort it or take another id")
+        completions = []
+        for index, (_, child_params) in enumerate(children):
+            detokenizer = None
+            if self._tokenizer is not None and params.detokenize:
+                detokenizer = Detokenizer(self._tokenizer, child_params, prompt_token_ids)
+            completions.append(_Completion(index, child_params, detokenizer))
+        request = _Request(
+            request_id,
+            prompt,
+            prompt_token_ids,
+            params,
+            [name for name, _ in children],
+            completions,
+            prompt_logprobs=None if params.prompt_logprobs is None else [None],
+            num_unfinished=len(children),
+        )
+        self._requests[request_id] = request
+        self._by_child |= {name: (request, c) for name, c in zip(request.child_ids, completions, strict=True)}
+        return children
+
+    def process_outputs(self, outputs: Iterable[EngineCoreOutput]) -> ProcessedOutputs:
+        """Takes one step's outputs; those of sequences that are gone are ignored. One output at most for a request."""
+        reqs_to_abort = []
+        changed: dict[str, list[_Completion]] = {}
+        for output in outputs:
+            if output.request_id not in self._by_child:
+                continue
+            request, completion = self._by_child[output.request_id]
+            token_text = self._token_text if completion.detokenizer is not None else _no_text
+            if output.new_prompt_logprobs is not None and request.prompt_logprobs is not None:
+                count = request.params.prompt_logprobs or 0
+                request.prompt_logprobs += logprob_dicts(output.new_prompt_logprobs, count, token_text)
+            if not output.new_token_ids and not output.finished:
+                continue
+            if request.num_cached_tokens is None:
+                request.num_cached_tokens = output.num_cached_tokens
+            completion.add(output, token_text)
+            changed.setdefault(request.request_id, []).append(completion)
+            if completion.finish_reason is not None:
+                if not output.finished:
+                    reqs_to_abort.append(output.request_id)
+                del self._by_child[output.request_id]
+                request.num_unfinished -= 1
+        request_outputs = []
+        for request_id, completions in changed.items():
+            request = self._requests[request_id]
+            made = request.make_output(completions)
+            if made is not None:
+                request_outputs.append(made)
+            if request.num_unfinished == 0:
+                del self._requests[request_id]
+        return ProcessedOutputs(request_outputs, reqs_to_abort)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> list[str]:
+        """Forget requests; returns their unfinished sequences. Ids that are not in use are ignored."""
+        aborted = []
+        for request_id in request_ids:
+            request = self._requests.pop(request_id, None)
+            if request is not None:
+                running = [name for name in request.child_ids if self._by_child.pop(name, None) is not None]
+                aborted += running
+        return aborted
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._requests)
+
+
+def _no_text(_token_id: int) -> None:
+    return None
+
+
+def _children(request_id: str, params: SamplingParams) -> list[tuple[str, SamplingParams]]:
+    if params.n == 1:
+        return [(request_id, params)]
+    children = []
+    for i in range(params.n):
+        child = params.clone()
+        child.n = 1
+        if child.seed is not None:
+            child.seed += i
+        if i > 0:
+            child.prompt_logprobs = None
+        children.append((f"{i}_{request_id}", child))
+    return children
