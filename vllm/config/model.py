@@ -65,5 +65,10 @@ class ModelConfig:
                 return getattr(self.hf_config, name)
         return 0
 
+    @property
+    def is_hybrid(self) -> bool:
+        """Some layers keep a recurrent state, which cached attention blocks cannot bring back."""
+        return "linear_attention" in (getattr(self.hf_config, "layer_types", None) or ())
+
     def get_vocab_size(self) -> int:
         return self.vocab_size

@@ -35,16 +35,19 @@ def divide(numerator: int, denominator: int, what: str) -> int:
 
 @dataclass(frozen=True)
 class Shard:
-    """Rows ``rows`` and columns ``cols`` of checkpoint tensor ``name`` [full] become local rows from ``at`` on."""
+    """Rows ``rows`` (a slice, or indices in the order wanted) and columns ``cols`` of checkpoint tensor ``name`` [full]
+    become local rows from ``at`` on."""
 
     name: str
     full: tuple[int, int]
-    rows: slice
+    rows: slice | torch.Tensor
     cols: slice
     at: int
 
     @property
     def num_rows(self) -> int:
+        if isinstance(self.rows, torch.Tensor):
+            return len(self.rows)
         return len(range(*self.rows.indices(self.full[0])))
 
     @property

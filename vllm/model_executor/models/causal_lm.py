@@ -46,16 +46,18 @@ class DecoderModel(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """A decoder and its output head; ``prefix`` is put before every checkpoint name."""
+    """A decoder and its output head; ``prefix`` is put before every checkpoint name, ``model_prefix`` before those of
+    the decoder."""
 
     model_cls: ClassVar[type[DecoderModel]]
+    model_prefix: ClassVar[str] = "model"
     ignored_weights: ClassVar[tuple[str, ...]] = (r"rotary_emb\.inv_freq$",)
 
     def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
         root = f"{prefix}." if prefix else ""
-        self.model = self.model_cls(vllm_config, f"{root}model")
+        self.model = self.model_cls(vllm_config, f"{root}{self.model_prefix}")
         tied = bool(getattr(config, "tie_word_embeddings", False))
         self.lm_head = ParallelLMHead(
             config.vocab_size,

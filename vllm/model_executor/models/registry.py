@@ -53,7 +53,12 @@ ModelRegistry = _ModelRegistry(
     {
         "LlamaForCausalLM": f"{_MODELS}.llama:LlamaForCausalLM",
         "MixtralForCausalLM": f"{_MODELS}.mixtral:MixtralForCausalLM",
+        "Qwen3_5ForCausalLM": f"{_MODELS}.qwen3_5:Qwen3_5ForCausalLM",
+        "Qwen3_5ForConditionalGeneration": f"{_MODELS}.qwen3_5:Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForCausalLM": f"{_MODELS}.qwen3_5:Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeForConditionalGeneration": f"{_MODELS}.qwen3_5:Qwen3_5MoeForConditionalGeneration",
         "Qwen3ForCausalLM": f"{_MODELS}.qwen3:Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM": f"{_MODELS}.qwen3_moe:Qwen3MoeForCausalLM",
+        "Qwen3NextForCausalLM": f"{_MODELS}.qwen3_next:Qwen3NextForCausalLM",
     }
 )

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text model of Qwen3.5 (Qwen team 2026), dense and with experts: Qwen3-Next's layers under other weight names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.model_executor.models.qwen3_next import Qwen3NextDecoderLayer, Qwen3NextForCausalLM, Qwen3NextModel
+
+logger = init_logger(__name__)
+
+
+class Qwen3_5DecoderLayer(Qwen3NextDecoderLayer):
+    interleaved = False
+
+    @staticmethod
+    def is_sparse(config: Any, index: int) -> bool:
+        return bool(getattr(config, "num_experts", 0))
+
+
+class Qwen3_5Model(Qwen3NextModel):
+    layer_cls = Qwen3_5DecoderLayer
+
+
+class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
+    model_cls = Qwen3_5Model
+
+
+class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
+    pass
+
+
+class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
+    """The text model where it sits inside the multimodal checkpoint."""
+
+    model_prefix = "model.language_model"
+    ignored_weights = (*Qwen3_5ForCausalLM.ignored_weights, r"^model\.visual\.")
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config, prefix)
+        logger.info("%s: only the text model is loaded; images and videos cannot be given", type(self).__name__)
+
+
+class Qwen3_5MoeForConditionalGeneration(Qwen3_5ForConditionalGeneration):
+    pass
