@@ -62,6 +62,8 @@ class IncrementalDecoder:
         end = len(text) - held
         piece = text[self._num_shown : end]
         self._num_shown = max(self._num_shown, end)
+        if finished:
+            return piece
         if piece and not num_open:
             self._last_piece, self._next_piece = self._next_piece, len(self._window)
             if len(self._window) > _MAX_WINDOW:
