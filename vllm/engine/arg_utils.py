@@ -60,6 +60,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "mamba_ssm_cache_dtype": ("auto",),
     "mamba_cache_mode": ("none",),
     "jit_monitor_mode": ("warn",),
+    "sleep_mode_backend": ("cumem", None),
     "per_request_spec_decode_metrics": ("none",),
     "performance_mode": ("balanced",),
     "optimization_level": (None, 2),
@@ -119,7 +120,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
         enable_flashinfer_autotune enable_sleep_mode sleep_mode_offload_cudagraph enable_cumem_allocator
         enable_nccl_comm_suspend enable_mamba_shared_prefix_checkpoint use_replayssm
         enable_mamba_cache_stochastic_rounding kv_sharing_fast_prefill enable_fault_tolerance tokens_only
-        fail_on_environ_validation""".split(),  # noqa: SIM905
+        fail_on_environ_validation monokernel""".split(),  # noqa: SIM905
         _OFF,
     ),
     **dict.fromkeys(
@@ -142,7 +143,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
         kv_events_config ec_transfer_config ec_manager_config reasoning_config sleep_preserve_parameter_names
         kv_cache_dtype_skip_layers mamba_block_size prefix_match_unit mamba_ssu_algorithm additional_config
         logits_processors fault_tolerance_config kv_offloading_size shutdown_timeout weight_transfer_config
-        gdn_prefill_backend kda_prefill_backend kda_decode_backend""".split(),  # noqa: SIM905
+        gdn_prefill_backend kda_prefill_backend kda_decode_backend watchdog_config""".split(),  # noqa: SIM905
         _NOTHING,
     ),
 }

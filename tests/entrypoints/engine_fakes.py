@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stand-ins for the parts that tests of the front end do not need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def byte_tokenizer(bos: bool = True) -> Any:
+    """One token for each byte (ids 0 to 255 in the order of the byte-level alphabet), and four special tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>", "<|user|>", "<|assistant|>"])
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>", chat_template=CHAT_TEMPLATE
+    )
+
+
+class FakeWorker:
+    """Samples last token + 1, below 256. ``before_step(worker, scheduler_output)`` runs first in each step; the other
+    DP ranks have work for ``steps_of_other_ranks`` steps."""
+
+    before_step: Callable[[FakeWorker, SchedulerOutput], None] = staticmethod(lambda worker, output: None)
+    steps_of_other_ranks = 0
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self.vllm_config = vllm_config
+        self.any_unfinished_across_dp = False
+        self.num_steps = 0
+        self.finished: set[str] = set()
+
+    def init_device(self) -> None: ...
+
+    def load_model(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+    def determine_available_memory(self) -> int:
+        return 2**22
+
+    def get_kv_cache_specs(self) -> dict[str, AttentionSpec]:
+        return {"layer": AttentionSpec(num_kv_heads=2, head_size=16, dtype=torch.float32)}
+
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
+        self.kv_cache_config = kv_cache_config
+
+    def execute_model(self, output: SchedulerOutput, has_unfinished: bool) -> ModelRunnerOutput:
+        type(self).before_step(self, output)
+        self.num_steps += 1
+        self.finished |= output.finished_req_ids
+        self.any_unfinished_across_dp = has_unfinished or self.num_steps <= self.steps_of_other_ranks
+        result = ModelRunnerOutput()
+        for request, count in zip(output.requests, output.num_scheduled_tokens, strict=True):
+            done = request.num_computed_tokens + count == request.num_tokens
+            result.sampled_token_ids.append([(request.all_token_ids[-1] + 1) % 256] if done else [])
+            if request.sampling_params.prompt_logprobs is not None and request.num_computed_tokens == 0:
+                rows = request.prompt_token_ids[1:]
+                result.prompt_logprobs[request.request_id] = LogprobsLists(
+                    [[t, 0] for t in rows], [[-0.5, -0.5] for _ in rows], [1 for _ in rows]
+                )
+        return result

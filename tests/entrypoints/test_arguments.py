@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which arguments there are, what becomes of them, and what is said of those that there are not."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import vllm
+from vllm.config import CompilationConfig, CUDAGraphMode, SchedulerConfig
+from vllm.engine.arg_utils import UNSUPPORTED, EngineArgs
+from vllm.entrypoints.llm import LLM
+from vllm.transformers_utils import config as hf
+
+ROOT = Path(__file__).parents[2]
+
+# Names of upstream's LLM.__init__, release 0.33, in its order, as far as this engine has them.
+UPSTREAM_LLM_ORDER = (
+    "model tokenizer tokenizer_mode skip_tokenizer_init trust_remote_code tensor_parallel_size dtype quantization "
+    "revision tokenizer_revision chat_template seed gpu_memory_utilization enforce_eager hf_overrides "
+    "kv_cache_memory_bytes compilation_config"
+)
+
+
+def test_import_is_light():
+    code = "import sys, vllm; print([m for m in ('torch', 'transformers') if m in sys.modules], vllm.__version__)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert out.split() == ["[]", vllm.__version__]
+
+
+def test_public_names():
+    for name in vllm.__all__:
+        assert getattr(vllm, name) is not None
+    with pytest.raises(AttributeError, match="LLMM"):
+        _ = vllm.LLMM
+
+
+def test_version_is_the_distributions():
+    text = (ROOT / "pyproject.toml").read_text()
+    assert f'version = "{vllm.__version__}"' in text
+
+
+def test_llm_signature_follows_upstream_and_engine_args():
+    parameters = inspect.signature(LLM.__init__).parameters
+    names = [name for name in parameters if name not in ("self", "kwargs")]
+    assert names[: len(UPSTREAM_LLM_ORDER.split())] == UPSTREAM_LLM_ORDER.split()
+    assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in names[1:])
+    defaults = {f.name: f.default for f in dataclasses.fields(EngineArgs)}
+    for name in names[1:]:
+        if name not in ("chat_template", "disable_log_stats"):
+            assert parameters[name].default == defaults[name], name
+    assert parameters["disable_log_stats"].default is True
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("max_modle_len", "max_model_len"), ("kv_cache_memory", "kv_cache_memory_bytes")]
+)
+def test_unknown_argument_names_the_nearest(name, near):
+    for make in (EngineArgs, LLM):
+        with pytest.raises(TypeError, match=f"{name!r}.*nearest is {near!r}"):
+            make("nowhere", **{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "harmless", "asks"),
+    [
+        ("pipeline_parallel_size", 1, 2),
+        ("enable_lora", False, True),
+        ("max_lora_rank", 16, 32),
+        ("speculative_config", None, {"method": "ngram"}),
+        ("swap_space", 4, 8),
+        ("cpu_offload_gb", 0, 1.5),
+        ("limit_mm_per_prompt", {}, {"image": 1}),
+        ("runner", "generate", "pooling"),
+        ("enable_eplb", False, True),
+        ("nnodes", 1, True),
+    ],
+)
+def test_upstream_argument_that_is_not_supported(name, harmless, asks):
+    EngineArgs("nowhere", **{name: harmless})
+    with pytest.raises(NotImplementedError, match=name):
+        EngineArgs("nowhere", **{name: asks})
+
+
+def test_table_has_each_name_once():
+    supported = [f.name for f in dataclasses.fields(EngineArgs)]
+    assert not set(supported) & set(UNSUPPORTED)
+
+
+def test_defaults_resolve(tiny_llama: Path):
+    config = EngineArgs(str(tiny_llama)).create_engine_config()
+    model = config.model_config
+    assert (model.architecture, model.max_model_len, model.vocab_size) == ("LlamaForCausalLM", 512, 260)
+    assert model.dtype == torch.bfloat16, "a float32 checkpoint runs in bfloat16 unless float32 is asked for"
+    assert config.cache_config.block_size == 16
+    assert config.cache_config.enable_prefix_caching
+    assert config.scheduler_config == SchedulerConfig()
+    assert config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
+
+
+@pytest.mark.parametrize(
+    ("given", "stored", "resolved"),
+    [
+        ("auto", torch.float16, torch.float16),
+        ("auto", torch.bfloat16, torch.bfloat16),
+        ("auto", torch.float32, torch.bfloat16),
+        ("auto", None, torch.bfloat16),
+        ("auto", "float16", torch.float16),
+        ("float", torch.bfloat16, torch.float32),
+        ("half", torch.float32, torch.float16),
+        (torch.float32, torch.bfloat16, torch.float32),
+    ],
+)
+def test_dtype(given, stored, resolved):
+    from transformers import LlamaConfig
+
+    config = LlamaConfig()
+    config.dtype = stored
+    assert hf.resolve_dtype(given, config) == resolved
+
+
+@pytest.mark.parametrize("given", ["int8", torch.int8, 16])
+def test_dtype_unknown(given):
+    from transformers import LlamaConfig
+
+    with pytest.raises(ValueError, match=r"dtype=.*(int8|16).*bfloat16"):
+        hf.resolve_dtype(given, LlamaConfig())
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (2048, 128)),
+        ({"max_num_seqs": 4096}, (4096, 4096)),
+        ({"max_num_batched_tokens": 7}, (7, 7)),
+        ({"max_num_batched_tokens": 64, "max_num_seqs": 8}, (64, 8)),
+        ({"enable_chunked_prefill": False}, (2048, 128)),
+    ],
+)
+def test_scheduler_limits(tiny_llama: Path, given, expected):
+    config = EngineArgs(str(tiny_llama), **given).create_engine_config().scheduler_config
+    assert (config.max_num_batched_tokens, config.max_num_seqs) == expected
+
+
+def test_whole_prefill_raises_the_budget(tiny_llama: Path):
+    args = EngineArgs(
+        str(tiny_llama), enable_chunked_prefill=False, hf_overrides={"max_position_embeddings": 5000}
+    )
+    assert args.create_engine_config().scheduler_config.max_num_batched_tokens == 5000
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens=64 is below max_model_len=512"):
+        EngineArgs(str(tiny_llama), enable_chunked_prefill=False, max_num_batched_tokens=64).create_engine_config()
+
+
+def test_max_model_len(tiny_llama: Path):
+    assert EngineArgs(str(tiny_llama), max_model_len=100).create_engine_config().model_config.max_model_len == 100
+    with pytest.raises(ValueError, match=r"max_model_len=513 exceeds the 512 positions.*hf_overrides"):
+        EngineArgs(str(tiny_llama), max_model_len=513).create_engine_config()
+    with pytest.raises(ValueError, match="max_model_len=0"):
+        EngineArgs(str(tiny_llama), max_model_len=0).create_engine_config()
+    further = EngineArgs(str(tiny_llama), max_model_len=513, hf_overrides={"max_position_embeddings": 513})
+    assert further.create_engine_config().model_config.max_model_len == 513
+
+
+def test_hf_overrides_by_function(tiny_llama: Path):
+    def halve(config):
+        config.num_hidden_layers = 1
+        return config
+
+    config = EngineArgs(str(tiny_llama), hf_overrides=halve).create_engine_config()
+    assert config.model_config.num_hidden_layers == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (
+            {"compilation_config": {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2]}},
+            (CUDAGraphMode.FULL, (1, 2)),
+        ),
+        ({"compilation_config": {"cudagraph_mode": "full"}, "enforce_eager": True}, (CUDAGraphMode.NONE, ())),
+        ({"compilation_config": CompilationConfig(CUDAGraphMode.FULL, (4,))}, (CUDAGraphMode.FULL, (4,))),
+        ({"compilation_config": 0, "cudagraph_capture_sizes": [8]}, (CUDAGraphMode.NONE, (8,))),
+    ],
+)
+def test_compilation_config(tiny_llama: Path, given, expected):
+    config = EngineArgs(str(tiny_llama), **given).create_engine_config().compilation_config
+    assert (config.cudagraph_mode, config.cudagraph_capture_sizes) == expected
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"compilation_config": 3},
+        {"compilation_config": {"backend": "inductor"}},
+        {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}},
+        {"quantization": "fp8"},
+        {"kv_cache_dtype": "fp8"},
+        {"distributed_executor_backend": "ray"},
+        {"async_scheduling": True},
+    ],
+)
+def test_supported_argument_with_an_unsupported_value(tiny_llama: Path, given):
+    with pytest.raises(NotImplementedError):
+        EngineArgs(str(tiny_llama), **given).create_engine_config()
+
+
+def test_multimodal_checkpoint_gives_its_text_model(tmp_path: Path):
+    text = {"model_type": "qwen3_5_moe_text", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 99}
+    config = {
+        "model_type": "qwen3_5_moe",
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "dtype": "float16",
+        "text_config": {**text, "max_position_embeddings": 77},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = EngineArgs(str(tmp_path)).create_model_config()
+    assert (model.architecture, model.vocab_size, model.max_model_len) == ("Qwen3_5MoeForCausalLM", 99, 77)
+    assert model.dtype == torch.float16
+
+
+def test_quantised_checkpoint(tiny_llama: Path, tmp_path: Path):
+    config = json.loads((tiny_llama / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "awq"}}))
+    with pytest.raises(NotImplementedError, match="awq"):
+        EngineArgs(str(tmp_path)).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("stored", "source", "overrides", "expected"),
+    [
+        (None, "auto", {}, {"eos_token_id": 257}),
+        ({"temperature": 0.6, "top_k": 20, "eos_token_id": [257, 3]}, "auto", {}, {"temperature": 0.6, "top_k": 20}),
+        ({"temperature": 0.6, "eos_token_id": [257, 3]}, "vllm", {}, {"eos_token_id": [257, 3]}),
+        ({"temperature": 0.6}, "auto", {"temperature": 0.1, "top_p": 0.5}, {"temperature": 0.1, "top_p": 0.5}),
+    ],
+)
+def test_generation_config(tiny_llama: Path, tmp_path: Path, stored, source, overrides, expected):
+    shutil.copy(tiny_llama / "config.json", tmp_path)
+    if stored is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(stored))
+    args = EngineArgs(str(tmp_path), generation_config=source, override_generation_config=overrides)
+    found = args.get_generation_config(args.create_model_config())
+    assert {name: found.get(name) for name in expected} == expected
+    assert "temperature" not in found or source == "auto"
+
+
+def test_sampling_defaults_take_upstreams_names():
+    found = hf.sampling_defaults({"max_new_tokens": 9, "temperature": None, "top_p": 0.9, "do_sample": True})
+    assert found == {"max_tokens": 9, "top_p": 0.9}
+
+
+def test_every_argument_of_upstreams_release_is_known():
+    """``upstream_engine_args.txt``: the fields of ``EngineArgs`` in upstream's release 0.33, in order."""
+    names = Path(__file__).with_name("upstream_engine_args.txt").read_text().split()
+    supported = [f.name for f in dataclasses.fields(EngineArgs)]
+    assert sorted(set(names) - {*supported, *UNSUPPORTED}) == []
+    assert [name for name in names if name in supported] == supported

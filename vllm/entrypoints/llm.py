@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Offline inference: prompts in, completions out."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.chat_utils import load_chat_template, render_chat, split_conversations
+from vllm.inputs import PromptType, split_prompts
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.transformers_utils.config import HfOverrides, sampling_defaults
+from vllm.v1.engine.llm_engine import LLMEngine
+
+
+class LLM:
+    """A model and the engine that runs it.
+
+    The arguments are those of ``vllm.EngineArgs``, which says what they mean, and ``chat_template`` (Jinja text or the
+    path of a file). Under torchrun every rank makes the same ``LLM``; the TP ranks of a DP group then call its methods
+    with the same prompts, different DP groups with their own, and with none where a group has nothing to do.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        tokenizer: str | None = None,
+        tokenizer_mode: str = "auto",
+        skip_tokenizer_init: bool = False,
+        trust_remote_code: bool = False,
+        tensor_parallel_size: int = 1,
+        dtype: Any = "auto",
+        quantization: str | None = None,
+        revision: str | None = None,
+        tokenizer_revision: str | None = None,
+        chat_template: Path | str | None = None,
+        seed: int = 0,
+        gpu_memory_utilization: float = EngineArgs.gpu_memory_utilization,
+        enforce_eager: bool = False,
+        hf_overrides: HfOverrides = None,
+        kv_cache_memory_bytes: int | None = None,
+        compilation_config: Any = None,
+        data_parallel_size: int = 1,
+        enable_expert_parallel: bool = False,
+        distributed_executor_backend: str | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        block_size: int | None = None,
+        num_gpu_blocks_override: int | None = None,
+        enable_prefix_caching: bool | None = None,
+        enable_chunked_prefill: bool | None = None,
+        async_scheduling: bool | None = None,
+        disable_log_stats: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        engine_args = EngineArgs(
+            model,
+            tokenizer=tokenizer,
+            tokenizer_mode=tokenizer_mode,
+            skip_tokenizer_init=skip_tokenizer_init,
+            trust_remote_code=trust_remote_code,
+            tensor_parallel_size=tensor_parallel_size,
+            dtype=dtype,
+            quantization=quantization,
+            revision=revision,
+            tokenizer_revision=tokenizer_revision,
+            seed=seed,
+            gpu_memory_utilization=gpu_memory_utilization,
+            enforce_eager=enforce_eager,
+            hf_overrides=hf_overrides,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            compilation_config=compilation_config,
+            data_parallel_size=data_parallel_size,
+            enable_expert_parallel=enable_expert_parallel,
+            distributed_executor_backend=distributed_executor_backend,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            num_gpu_blocks_override=num_gpu_blocks_override,
+            enable_prefix_caching=enable_prefix_caching,
+            enable_chunked_prefill=enable_chunked_prefill,
+            async_scheduling=async_scheduling,
+            disable_log_stats=disable_log_stats,
+            **kwargs,
+        )
+        self.chat_template = load_chat_template(chat_template)
+        self.llm_engine = LLMEngine.from_engine_args(engine_args)
+        self.model_config = self.llm_engine.model_config
+        self._request_ids = itertools.count()
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
+        return cls(**vars(engine_args))
+
+    def get_tokenizer(self) -> Any:
+        return self.llm_engine.get_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What ``generate`` uses where it is given none: the model's generation_config.json over the neutral values."""
+        return SamplingParams(**sampling_defaults(self.llm_engine.generation_config))
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        lora_request: Any = None,
+        priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """The completions of ``prompts``, in their order.
+
+        ``prompts``: a string, token ids, a ``TextPrompt`` or ``TokensPrompt``, or a list of those. ``sampling_params``:
+        one for all, or one for each. ``use_tqdm``: a progress bar, or what makes it. Raises ``ValueError`` when one
+        prompt cannot run; then none of the call does. An interrupt ends the call after the running step.
+        """
+        if mm_processor_kwargs:
+            raise NotImplementedError("mm_processor_kwargs is not supported; leave it out")
+        _check_unused(lora_request, priority)
+        prompts = split_prompts(prompts)
+        params = self._pair(sampling_params, len(prompts))
+        request_ids: list[str] = []
+        try:
+            for prompt, one in zip(prompts, params, strict=True):
+                request_id = str(next(self._request_ids))
+                self.llm_engine.add_request(request_id, prompt, one, tokenization_kwargs=tokenization_kwargs)
+                request_ids.append(request_id)
+            return self._run(request_ids, use_tqdm)
+        except BaseException:
+            self.llm_engine.abort_request(request_ids)
+            raise
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        lora_request: Any = None,
+        priority: int | Sequence[int] | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """The answers to one conversation (a list of ``{"role": ..., "content": ...}``) or to a list of them."""
+        if tokenization_kwargs:
+            raise NotImplementedError("tokenization_kwargs of chat() is not supported; leave it out")
+        prompts = [
+            render_chat(
+                conversation,
+                self.get_tokenizer(),
+                self.model_config,
+                chat_template=load_chat_template(chat_template) or self.chat_template,
+                chat_template_content_format=chat_template_content_format,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation in split_conversations(messages)
+        ]
+        return self.generate(
+            prompts,
+            sampling_params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            priority=priority,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
+
+    def reset_prefix_cache(self) -> bool:
+        return self.llm_engine.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Leave the other ranks; the LLM cannot be used afterwards."""
+        self.llm_engine.shutdown()
+
+    def _pair(self, params: Any, num_prompts: int) -> list[SamplingParams]:
+        """One SamplingParams for each prompt, which gives its output once, at the end."""
+        if params is None:
+            params = self.get_default_sampling_params()
+        if not isinstance(params, Sequence):
+            params = [_final_only(params)] * num_prompts
+        elif len(params) != num_prompts:
+            raise ValueError(f"{len(params)} sampling_params for {num_prompts} prompts; give one, or one for each")
+        else:
+            params = [_final_only(one) for one in params]
+        return params
+
+    def _run(self, request_ids: list[str], use_tqdm: bool | Callable[..., tqdm]) -> list[RequestOutput]:
+        """Step until all ranks are done: a rank without requests takes part as long as another has some."""
+        engine = self.llm_engine
+        finished: dict[str, RequestOutput] = {}
+        in_step = engine.vllm_config.parallel_config.data_parallel_size > 1
+        with _progress(len(request_ids), use_tqdm) as progress, _interrupts_between_steps() as raise_interrupt:
+            while in_step or engine.has_unfinished_requests():
+                in_step = False
+                for output in engine.step():
+                    if output.finished:
+                        finished[output.request_id] = output
+                        progress(output)
+                raise_interrupt()
+        return [finished[request_id] for request_id in request_ids]
+
+
+def _final_only(params: Any) -> Any:
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"sampling_params has a {type(params).__name__}; give SamplingParams")
+    params = params.clone()
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    return params
+
+
+def _check_unused(lora_request: Any, priority: Any) -> None:
+    if lora_request is not None:
+        raise NotImplementedError("lora_request is not supported; merge the adapter into the checkpoint")
+    priorities = priority if isinstance(priority, Sequence) else [priority]
+    if any(priorities):
+        raise NotImplementedError(f"priority={priority!r} is not supported: requests run first come, first served")
+
+
+@contextlib.contextmanager
+def _progress(total: int, use_tqdm: bool | Callable[..., tqdm]) -> Iterator[Callable[[RequestOutput], None]]:
+    """A function that takes each finished request; it draws a bar with tokens a second, or nothing."""
+    if not use_tqdm:
+        yield lambda _: None
+        return
+    make = tqdm if use_tqdm is True else use_tqdm
+    started = time.perf_counter()
+    tokens_in = tokens_out = 0
+
+    def update(output: RequestOutput) -> None:
+        nonlocal tokens_in, tokens_out
+        tokens_in += len(output.prompt_token_ids or ())
+        tokens_out += sum(len(completion.token_ids) for completion in output.outputs)
+        elapsed = time.perf_counter() - started
+        bar.set_postfix_str(f"input {tokens_in / elapsed:.1f} tok/s, output {tokens_out / elapsed:.1f} tok/s", False)
+        bar.update(1)
+
+    with make(total=total, desc="Processed prompts", dynamic_ncols=True) as bar:
+        yield update
+
+
+@contextlib.contextmanager
+def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
+    """Hold the first Ctrl-C back until the yielded function is called, so that no step is torn; a second one is not."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield lambda: None
+        return
+    pending = False
+
+    def hold(signum: int, frame: Any) -> None:
+        nonlocal pending
+        if pending:
+            signal.default_int_handler(signum, frame)
+        pending = True
+
+    def raise_pending() -> None:
+        if pending:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield raise_pending
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    raise_pending()
