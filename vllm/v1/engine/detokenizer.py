@@ -46,6 +46,10 @@ class IncrementalDecoder:
             if text and not text.startswith(_REPLACEMENT):
                 break
         self._num_shown = len(text.rstrip(_REPLACEMENT))
+        if text.endswith(_REPLACEMENT):
+            # A character open at the prompt's end can make replacements of all the bytes before it.
+            shorter = [decode(self._window[:-size]) for size in range(1, _CHARACTER_BYTES)]
+            self._num_shown = max(self._num_shown, *(len(text.rstrip(_REPLACEMENT)) for text in shorter))
         self._num_open_tokens = 0
         self._last_piece = 0
         self._next_piece = len(self._window)
