@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: PT018
 """The gated delta net between its projections (Yang et al. 2024, "Gated Delta Networks"): causal convolution, gated
 delta rule with a state of fixed size per request, gated RMS norm.
 
@@ -16,8 +17,10 @@ Slot 0 is the pad slot: it is neither read nor written, and its rows come out 0,
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -25,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm import _xpu_ops
+from vllm import _cpu_ops, _xpu_ops
 
 PAD_STATE_SLOT = 0
 _CHUNK = 64
@@ -76,10 +79,10 @@ class GDNWeights:
 
 def _requests(query_start_loc: Tensor, state_indices: Tensor) -> Iterator[tuple[int, int, int]]:
     """(first row, end row, slot) of every request that has rows and a slot of its own."""
-    starts = query_start_loc.tolist()
-    for r, slot in enumerate(state_indices.tolist()):
-        if starts[r] < starts[r + 1] and slot != PAD_STATE_SLOT:
-            yield starts[r], starts[r + 1], slot
+    rows = itertools.pairwise(query_start_loc.tolist())
+    for (first, end), slot in zip(rows, state_indices.tolist(), strict=True):
+        if first < end and slot != PAD_STATE_SLOT:
+            yield first, end, slot
 
 
 def causal_conv1d_ref(
@@ -192,7 +195,8 @@ def gated_delta_net_ref(
     real = int(query_start_loc[-1])
     out = torch.zeros(x_TN.shape[0], weights.value_dim, dtype=x_TN.dtype, device=x_TN.device)
     out[:real] = rms_norm_gated_ref(o[:real], z[:real], weights.norm_weight_E.to(dtype), weights.eps).flatten(1)
-    for first, end, slot in zip(query_start_loc.tolist(), query_start_loc[1:].tolist(), state_indices.tolist()):
+    rows = itertools.pairwise(query_start_loc.tolist())
+    for (first, end), slot in zip(rows, state_indices.tolist(), strict=True):
         if slot == PAD_STATE_SLOT:
             out[first:end] = 0
     return out
@@ -253,6 +257,59 @@ def gated_delta_rule_fla(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# The C++ kernel
+
+
+@functools.cache
+def _cpu_kernel() -> Callable[..., int] | None:
+    library = _cpu_ops._kernels()
+    if library is None:
+        return None
+    i, n, f, p = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+    library.vc_gated_delta_net.argtypes = [i, *[n] * 7, p, n, p, p, p, p, f, p, p, n, p, p, p, n, i]
+    return library.vc_gated_delta_net
+
+
+def _gated_delta_net_cpu(
+    kernel: Callable[..., int],
+    x_TN: Tensor,
+    weights: GDNWeights,
+    conv_state: Tensor,
+    recurrent_state: Tensor,
+    query_start_loc: Tensor,
+    state_indices: Tensor,
+) -> Tensor:
+    T, R = x_TN.shape[0], state_indices.shape[0]
+    H, D, E = weights.num_v_heads, weights.head_k_dim, weights.head_v_dim
+    (K, C), slots = weights.conv_weight_KC.shape, conv_state.shape[0]
+    assert x_TN.shape[1] == C + H * E + 2 * H and x_TN.stride(1) == 1, (
+        f"x is {x_TN.shape} {x_TN.stride()}, needed [T, {C + H * E + 2 * H}]"
+    )
+    assert conv_state.shape == (slots, K - 1, C) and recurrent_state.shape == (slots, H, D, E), (
+        f"states are {conv_state.shape}, {recurrent_state.shape}, needed {(slots, K - 1, C)}, {(slots, H, D, E)}"
+    )
+    assert conv_state.dtype is x_TN.dtype and recurrent_state.dtype is torch.float32, (
+        f"x is {x_TN.dtype}, states are {conv_state.dtype}, {recurrent_state.dtype}"
+    )
+    assert conv_state.is_contiguous() and recurrent_state.is_contiguous(), "the state pools must be contiguous"
+    assert query_start_loc.shape == (R + 1,) and query_start_loc.dtype is state_indices.dtype is torch.int32, (
+        f"tables are {query_start_loc.shape} {query_start_loc.dtype}, {state_indices.shape} {state_indices.dtype}"
+    )
+    out = torch.empty(T, H * E, dtype=x_TN.dtype)
+    bad = kernel(
+        _cpu_ops._CODE[x_TN.dtype], T, R, weights.num_k_heads, H, D, E, K, x_TN.data_ptr(), x_TN.stride(0),
+        weights.conv_weight_KC.data_ptr(), weights.decay_rate_H.data_ptr(), weights.dt_bias_H.data_ptr(),
+        weights.norm_weight_E.data_ptr(), weights.eps, conv_state.data_ptr(), recurrent_state.data_ptr(), slots,
+        query_start_loc.data_ptr(), state_indices.data_ptr(), out.data_ptr(), out.stride(0), torch.get_num_threads(),
+    )  # fmt: skip
+    assert not bad, (
+        f"{T} rows and {slots} slots do not fit query_start_loc {query_start_loc.tolist()}, slots "
+        f"{state_indices.tolist()}"
+    )
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Dispatch
 
 
@@ -278,6 +335,8 @@ def gated_delta_net(
     steps: bitwise.
     """
     args = (x_TN, weights, conv_state, recurrent_state, query_start_loc, state_indices)
+    if x_TN.is_cpu and (kernel := _cpu_kernel()) is not None:
+        return _gated_delta_net_cpu(kernel, *args)
     if _xpu_ops.has_gdn_attention(x_TN.device):
         host = query_start_loc.cpu() if query_start_loc_cpu is None else query_start_loc_cpu
         return _xpu_ops.gated_delta_net(*args, host)

@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: Apache-2.0
+// The gated delta net of one layer between its projections: causal convolution, gated delta rule, gated RMS norm.
+//
+// One task is one key head of one request with the value heads that it serves. It walks the request's new tokens in
+// blocks; q, k and v of a block stay in the L2 cache, and a tile of the state (D rows, TILE registers wide) stays in the
+// L1 cache while all tokens of the block pass over it. The rule is applied token after token, for prefill as for decode:
+// at these head sizes that takes as many multiply-adds as the chunk-wise form, and a token's result does not depend on
+// where a chunk began.
+#include "common.h"
+
+namespace {
+
+constexpr int64_t BLOCK = 32;
+constexpr int TILE = 2;
+
+thread_local Scratch scratch;
+
+struct Shape {
+  int64_t G, H, D, E, K;
+  int64_t group() const { return H / G; }
+  int64_t channels() const { return 2 * G * D + H * E; }
+};
+
+struct Small {
+  const float *conv, *rate, *dt_bias, *norm;
+  float eps;
+};
+
+int64_t round_up(int64_t n) { return (n + VL - 1) / VL * VL; }
+
+template <class F> INLINE void for_columns(int64_t n, F&& fn) {
+  int64_t d = 0;
+  for (; d + VL <= n; d += VL) fn(d, VL);
+  if (d < n) fn(d, (int)(n - d));
+}
+template <class T> INLINE vf get(const T* p, int n) { return n == VL ? load(p) : load_part(p, n); }
+template <class T> INLINE void put(T* p, vf v, int n) {
+  if (n == VL) store(p, v);
+  else store_part(p, v, n);
+}
+
+INLINE float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
+INLINE float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
+
+// One token over NV registers' width of a head's state: reads k·S and q·S, then S = decay S + k delta.
+// Even and odd rows are summed apart, for enough independent chains; the order is the same for every NV.
+template <int NV>
+INLINE void token(float* S, int64_t ld, int64_t D, const float* q, const float* k, float qk, float decay, float beta,
+                  const float* v, float* o) {
+  vf kS[2][NV] = {}, qS[2][NV] = {};
+  int64_t i = 0;
+  for (; i + 2 <= D; i += 2) {
+#pragma GCC unroll 2
+    for (int p = 0; p < 2; p++) {
+      vf ki = splat(k[i + p]), qi = splat(q[i + p]);
+#pragma GCC unroll 4
+      for (int j = 0; j < NV; j++) {
+        vf s = load(S + (i + p) * ld + j * VL);
+        kS[p][j] = fma(ki, s, kS[p][j]);
+        qS[p][j] = fma(qi, s, qS[p][j]);
+      }
+    }
+  }
+  if (i < D)
+    for (int j = 0; j < NV; j++) {
+      vf s = load(S + i * ld + j * VL);
+      kS[0][j] = fma(splat(k[i]), s, kS[0][j]);
+      qS[0][j] = fma(splat(q[i]), s, qS[0][j]);
+    }
+  vf d = splat(decay), delta[NV];
+#pragma GCC unroll 4
+  for (int j = 0; j < NV; j++) {
+    delta[j] = (load(v + j * VL) - (kS[0][j] + kS[1][j]) * d) * splat(beta);
+    store(o + j * VL, fma(splat(qk), delta[j], (qS[0][j] + qS[1][j]) * d));
+  }
+#pragma GCC unroll 2
+  for (i = 0; i < D; i++) {
+    vf ki = splat(k[i]);
+#pragma GCC unroll 4
+    for (int j = 0; j < NV; j++) {
+      float* s = S + i * ld + j * VL;
+      store(s, fma(ki, delta[j], load(s) * d));
+    }
+  }
+}
+
+// The n tokens of a block over one value head's state [D, E]. v and o: rows of ldv and ldo floats, whole registers.
+void tokens(float* S, int64_t D, int64_t E, int64_t n, const float* q, const float* k, int64_t ldq, const float* qk,
+            const float* decay, const float* beta, int64_t ldb, const float* v, int64_t ldv, float* o, int64_t ldo,
+            float* tile) {
+  int64_t e = 0;
+  if (n == 1)
+    for (; e + 2 * TILE * VL <= E; e += 2 * TILE * VL) token<2 * TILE>(S + e, E, D, q, k, *qk, *decay, *beta, v + e, o + e);
+  for (; e < E; e += TILE * VL) {
+    int64_t width = E - e < TILE * VL ? E - e : TILE * VL;
+    auto copy = [&](auto&& move) {
+      for (int64_t i = 0; i < D; i++)
+        for_columns(width, [&](int64_t c, int m) { move(S + i * E + e + c, tile + i * TILE * VL + c, m); });
+    };
+    copy([](float* s, float* t, int m) { store(t, get(s, m)); });
+    auto run = [&](auto nv) {
+      for (int64_t t = 0; t < n; t++)
+        token<decltype(nv)::value>(tile, TILE * VL, D, q + t * ldq, k + t * ldq, qk[t], decay[t * ldb], beta[t * ldb],
+                                   v + t * ldv + e, o + t * ldo + e);
+    };
+    if (width > VL) run(std::integral_constant<int, TILE>{});
+    else run(std::integral_constant<int, 1>{});
+    copy([](float* s, float* t, int m) { put(s, load(t), m); });
+  }
+}
+
+// Key head g of one request: rows [0, T) of x and out.
+template <class T>
+void head(const Shape& dim, const Small& w, int64_t g, int64_t rows, const T* x, int64_t ldx, T* conv_state,
+          float* state, T* out, int64_t ldo) {
+  const int64_t D = dim.D, E = dim.E, K = dim.K, C = dim.channels(), V = dim.group(), Dp = round_up(D), Ep = round_up(E);
+  const int64_t width = 2 * Dp + V * Ep;  // q | k | v heads of this key head, each from a whole register on
+  float* mem = scratch.get<float>((K - 1 + BLOCK) * width + BLOCK * (width + Ep + 1 + 2 * V) + D * TILE * VL + 64);
+  float* tile = mem;
+  float* raw = tile + D * TILE * VL;  // K - 1 inputs of before, then the block's
+  float* y = raw + (K - 1 + BLOCK) * width;
+  float* o = y + BLOCK * width;
+  float* decay = o + BLOCK * Ep;
+  float* beta = decay + BLOCK * V;
+  float* qk = beta + BLOCK * V;
+
+  auto segments = [&](auto&& fn) {  // fn(channel, place in a row of y, length)
+    fn(g * D, (int64_t)0, D);
+    fn((dim.G + g) * D, Dp, D);
+    for (int64_t h = 0; h < V; h++) fn(2 * dim.G * D + (g * V + h) * E, 2 * Dp + h * Ep, E);
+  };
+  auto widen = [&](const T* from, float* to) {
+    segments([&](int64_t c, int64_t at, int64_t n) {
+      for_columns(n, [&](int64_t d, int m) { store(to + at + d, get(from + c + d, m)); });
+    });
+  };
+  for (int64_t j = 0; j < K - 1; j++) widen(conv_state + j * C, raw + j * width);
+
+  for (int64_t t0 = 0; t0 < rows; t0 += BLOCK) {
+    const int64_t n = rows - t0 < BLOCK ? rows - t0 : BLOCK;
+    for (int64_t t = 0; t < n; t++) {
+      const T* row = x + (t0 + t) * ldx;
+      float* to = y + t * width;
+      widen(row, raw + (K - 1 + t) * width);
+      segments([&](int64_t c, int64_t at, int64_t len) {
+        for_columns(len, [&](int64_t d, int m) {
+          vf sum = {};
+          for (int64_t j = 0; j < K; j++) sum = fma(get(w.conv + j * C + c + d, m), load(raw + (t + j) * width + at + d), sum);
+          store(to + at + d, sum / (1.0f + exp(-sum)));
+        });
+      });
+      float *q = to, *k = to + Dp;
+      vf qq = {}, kk = {}, dot = {};
+      for (int64_t d = 0; d < Dp; d += VL) {
+        vf a = load(q + d), b = load(k + d);
+        qq = fma(a, a, qq);
+        kk = fma(b, b, kk);
+        dot = fma(a, b, dot);
+      }
+      float q_scale = 1.0f / std::sqrt((sum(qq) + 1e-6f) * (float)D), k_scale = 1.0f / std::sqrt(sum(kk) + 1e-6f);
+      for (int64_t d = 0; d < Dp; d += VL) {
+        store(q + d, load(q + d) * q_scale);
+        store(k + d, load(k + d) * k_scale);
+      }
+      qk[t] = sum(dot) * q_scale * k_scale;
+      const T *b = row + C + dim.H * E, *a = b + dim.H;
+      for (int64_t h = 0; h < V; h++) {
+        int64_t head = g * V + h;
+        decay[t * V + h] = std::exp(-w.rate[head] * softplus(to_float(a[head]) + w.dt_bias[head]));
+        beta[t * V + h] = sigmoid(to_float(b[head]));
+      }
+    }
+    if (K > 1) std::memmove(raw, raw + n * width, (K - 1) * width * 4);
+
+    for (int64_t h = 0; h < V; h++) {
+      int64_t head = g * V + h;
+      tokens(state + head * D * E, D, E, n, y, y + Dp, width, qk, decay + h, beta + h, V, y + 2 * Dp + h * Ep, width, o,
+             Ep, tile);
+      for (int64_t t = 0; t < n; t++) {
+        const float* from = o + t * Ep;
+        const T* z = x + (t0 + t) * ldx + C + head * E;
+        T* to = out + (t0 + t) * ldo + head * E;
+        vf squares = {};
+        for_columns(E, [&](int64_t d, int m) {
+          vf v = get(from + d, m);
+          squares = fma(v, v, squares);
+        });
+        vf scale = splat(1.0f / std::sqrt(sum(squares) / (float)E + w.eps));
+        for_columns(E, [&](int64_t d, int m) {
+          vf gate = get(z + d, m);
+          put(to + d, get(from + d, m) * scale * get(w.norm + d, m) * (gate / (1.0f + exp(-gate))), m);
+        });
+      }
+    }
+  }
+  for (int64_t j = 0; j < K - 1; j++)
+    segments([&](int64_t c, int64_t at, int64_t n) {
+      for_columns(n, [&](int64_t d, int m) { put(conv_state + j * C + c + d, load(raw + j * width + at + d), m); });
+    });
+}
+
+}  // namespace
+
+// See gated_delta_net in vllm/_gdn_ops.py. 1: the tables do not fit each other.
+EXPORT int vc_gated_delta_net(int dtype, int64_t T_rows, int64_t R, int64_t G, int64_t H, int64_t D, int64_t E,
+                              int64_t K, const void* x, int64_t ldx, const float* conv, const float* rate,
+                              const float* dt_bias, const float* norm, float eps, void* conv_state, float* state,
+                              int64_t slots, const int32_t* start, const int32_t* slot, void* out, int64_t ldo,
+                              int threads) {
+  if (start[0] != 0 || start[R] > T_rows) return 1;
+  for (int64_t r = 0; r < R; r++)
+    if (start[r + 1] < start[r] || slot[r] < 0 || slot[r] >= slots) return 1;
+  Shape dim{G, H, D, E, K};
+  Small small{conv, rate, dt_bias, norm, eps};
+  with_type(dtype, [&](auto t) {
+    using T = decltype(t);
+    auto clear = [&](int64_t first, int64_t end) {
+      for (int64_t i = first; i < end; i++) std::memset((T*)out + i * ldo, 0, H * E * sizeof(T));
+    };
+    for_tasks(threads, R * G, [&](int64_t task) {
+      int64_t r = task / G, g = task % G, rows = start[r + 1] - start[r];
+      if (rows == 0) return;
+      if (slot[r] == 0) {
+        if (g == 0) clear(start[r], start[r + 1]);
+        return;
+      }
+      head(dim, small, g, rows, (const T*)x + start[r] * ldx, ldx, (T*)conv_state + slot[r] * (K - 1) * dim.channels(),
+           state + slot[r] * H * D * E, (T*)out + start[r] * ldo, ldo);
+    });
+    clear(start[R], T_rows);
+  });
+  return 0;
+}
