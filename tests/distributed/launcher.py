@@ -159,9 +159,9 @@ class _Helper:
         env = {"GLOO_SOCKET_IFNAME": "lo", **env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         call = pickle.dumps((function, args))
         try:
-            self.connection.send((function.__module__, call, world_size, deadline_s, env, poison))
+            self.connection.send_bytes(pickle.dumps((function.__module__, call, world_size, deadline_s, env, poison)))
             if self.connection.poll(deadline_s + _GRACE_S + 60):  # the first run imports the test's module
-                return self.connection.recv()
+                return pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError) as error:
             stop()
             raise AssertionError("the ranks' helper process died") from error
@@ -197,7 +197,7 @@ def _serve(settings: dict[str, Any]) -> None:
     connection = Connection(settings["fd"])
     while True:
         try:
-            module, call, world_size, deadline_s, env, poison = connection.recv()
+            module, call, world_size, deadline_s, env, poison = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
         error = ""
@@ -209,9 +209,11 @@ def _serve(settings: dict[str, Any]) -> None:
         except BaseException:
             error = traceback.format_exc()
         if error:
-            connection.send([RankOutcome(rank, "raised", error=error) for rank in range(world_size)])
+            outcomes = [RankOutcome(rank, "raised", error=error) for rank in range(world_size)]
         else:
-            connection.send(_run_ranks(call, world_size, deadline_s, env, poison))
+            outcomes = _run_ranks(call, world_size, deadline_s, env, poison)
+        # Not connection.send: torch makes that share tensors between processes, and these ranks are gone.
+        connection.send_bytes(pickle.dumps(outcomes))
 
 
 def _run_ranks(call: bytes, world_size: int, deadline_s: float, env: dict[str, str], poison: bool) -> list[RankOutcome]:
@@ -245,7 +247,7 @@ def _run_ranks(call: bytes, world_size: int, deadline_s: float, env: dict[str, s
         for reader in ready:
             rank = pending[reader]  # type: ignore[index]
             try:
-                report = reader.recv()  # type: ignore[union-attr]
+                report = pickle.loads(reader.recv_bytes())  # type: ignore[union-attr]
             except (EOFError, OSError):
                 report = RankOutcome(rank, "died")
             reports[rank] = dataclasses.replace(report, seconds=time.monotonic() - start)

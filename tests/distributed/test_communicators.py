@@ -4,28 +4,24 @@ hand from every rank's seeded input."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import random
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import launcher
 import pytest
 import torch
 import torch.distributed as dist
+from rank_checks import assert_same, backend_calls, observed, own_rank, own_world, unchanged
 
 from vllm import forward_context
-from vllm.distributed import observer
-from vllm.distributed.device_communicators import base_device_communicator as base
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 from vllm.distributed.device_communicators.xpu_communicator import XpuCommunicator
-from vllm.distributed.observer import CollectiveError, CollectiveRecord
+from vllm.distributed.observer import CollectiveError
 
 pytestmark = pytest.mark.multiprocess
 
@@ -50,14 +46,6 @@ DTYPES = [
 ]
 
 
-def _rank() -> int:
-    return int(os.environ["RANK"])
-
-
-def _world() -> int:
-    return int(os.environ["WORLD_SIZE"])
-
-
 def _join(timeout_s: float = 20) -> None:
     from datetime import timedelta
 
@@ -66,9 +54,9 @@ def _join(timeout_s: float = 20) -> None:
 
 def _communicator(kind: str, ranks: list[int] | None = None, name: str = "ep:0") -> DeviceCommunicatorBase:
     cls, options = KINDS[kind]
-    ranks = ranks or list(range(_world()))
+    ranks = ranks or list(range(own_world()))
     pairs = [(dist.new_group(ranks, backend="gloo"), dist.new_group(ranks, backend="gloo"))]
-    return cls(pairs[0][0], torch.device("cpu"), pairs[0][1], name, ranks, _rank(), **options)
+    return cls(pairs[0][0], torch.device("cpu"), pairs[0][1], name, ranks, own_rank(), **options)
 
 
 def _input(rank: int, rows: int, trailing: tuple[int, ...], dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
@@ -77,85 +65,13 @@ def _input(rank: int, rows: int, trailing: tuple[int, ...], dtype: torch.dtype, 
     return torch.randint(0, 9, (rows, *trailing), generator=generator).to(dtype)
 
 
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(-1).view(torch.uint8).view(-1)
-
-
-def _assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    assert actual.dtype == expected.dtype
-    assert actual.shape == expected.shape
-    assert torch.equal(_bits(actual), _bits(expected)), f"{actual} is not {expected}"
-
-
-@contextlib.contextmanager
-def _unchanged(*tensors: torch.Tensor) -> Iterator[None]:
-    before = [_bits(x).clone() for x in tensors]
-    yield
-    for x, bits in zip(tensors, before, strict=True):
-        assert torch.equal(_bits(x), bits), "a collective changed its input"
-
-
-class _Ledger:
-    """Observer that keeps the records and delays this rank at random before each collective."""
-
-    def __init__(self, max_delay_s: float = 0.0) -> None:
-        self.records: list[CollectiveRecord] = []
-        self.errors: list[BaseException] = []
-        self.delay = random.Random(_rank())
-        self.max_delay_s = max_delay_s
-
-    def before(self, record: CollectiveRecord) -> int:
-        self.records.append(record)
-        if self.max_delay_s:
-            time.sleep(self.delay.uniform(0, self.max_delay_s))
-        return len(self.records) - 1
-
-    def after(self, token: int, error: BaseException | None = None) -> None:
-        if error is not None:
-            self.errors.append(error)
-
-
-@contextlib.contextmanager
-def _observed(max_delay_s: float = 0.0) -> Iterator[_Ledger]:
-    ledger = _Ledger(max_delay_s)
-    previous = observer.set_collective_observer(ledger)
-    try:
-        yield ledger
-    finally:
-        observer.set_collective_observer(previous)
-
-
-@contextlib.contextmanager
-def _backend_calls() -> Iterator[list[str]]:
-    """The calls that reach torch.distributed, by name."""
-    calls: list[str] = []
-    sites = [(base, "_all_gather_single"), (base, "_reduce_scatter_single")]
-    sites += [(dist, name) for name in ("all_to_all_single", "all_reduce", "all_gather", "reduce_scatter", "broadcast")]
-    originals = [(module, name, getattr(module, name)) for module, name in sites]
-
-    def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            calls.append(name)
-            return call(*args, **kwargs)
-
-        return wrapper
-
-    for module, name, call in originals:
-        setattr(module, name, counted(name, call))
-    try:
-        yield calls
-    finally:
-        for module, name, call in originals:
-            setattr(module, name, call)
-
-
 # -- the contract, run by every rank
 
 
 def _contract(kind: str, max_delay_s: float) -> dict[str, int]:
     _join()
-    comm, rank, world = _communicator(kind), _rank(), _world()
-    with warnings.catch_warnings(), _observed(max_delay_s) as ledger:
+    comm, rank, world = _communicator(kind), own_rank(), own_world()
+    with warnings.catch_warnings(), observed(max_delay_s) as ledger:
         warnings.simplefilter("error")
         checks = _check_gathers(comm, rank, world) + _check_mixed_lists(comm, rank, world)
         checks += _check_sums(comm, rank, world) + _check_broadcast(comm, rank, world)
@@ -172,20 +88,20 @@ def _check_gathers(comm: DeviceCommunicatorBase, rank: int, world: int) -> int:
         for dtype in DTYPES:
             for trailing in [(), (5,), (2, 3)]:
                 inputs = [_input(r, n, trailing, dtype, salt) for r, n in enumerate(sizes)]
-                with _unchanged(inputs[rank]):
-                    _assert_same(comm.all_gatherv(inputs[rank], 0, sizes), torch.cat(inputs))
+                with unchanged(inputs[rank]):
+                    assert_same(comm.all_gatherv(inputs[rank], 0, sizes), torch.cat(inputs))
                 done += 1
         columns = [_input(r, n, (7,), torch.float32, salt).t() for r, n in enumerate(sizes)]  # not contiguous
-        with _unchanged(columns[rank]):
-            _assert_same(comm.all_gatherv(columns[rank], 1, sizes), torch.cat(columns, 1))
-            _assert_same(comm.all_gatherv(columns[rank], -1, sizes), torch.cat(columns, 1))
+        with unchanged(columns[rank]):
+            assert_same(comm.all_gatherv(columns[rank], 1, sizes), torch.cat(columns, 1))
+            assert_same(comm.all_gatherv(columns[rank], -1, sizes), torch.cat(columns, 1))
         strided = [_input(r, 2 * n, (6,), torch.bfloat16, salt)[::2, ::3] for r, n in enumerate(sizes)]
-        _assert_same(comm.all_gatherv(strided[rank], 0, sizes), torch.cat(strided))
+        assert_same(comm.all_gatherv(strided[rank], 0, sizes), torch.cat(strided))
         done += 3
     for dim in (0, 1, -1):
         inputs = [_input(r, 3, (4,), torch.float16) for r in range(world)]
-        _assert_same(comm.all_gather(inputs[rank], dim), torch.cat(inputs, dim))
-        _assert_same(comm.all_gatherv(inputs[rank]), torch.cat(inputs))
+        assert_same(comm.all_gather(inputs[rank], dim), torch.cat(inputs, dim))
+        assert_same(comm.all_gatherv(inputs[rank]), torch.cat(inputs))
     for empty in ([0] * world,):  # nothing to send, on any rank: no collective
         assert comm.all_gatherv(torch.zeros(0, 4), 0, empty).shape == (0, 4)
     return done
@@ -200,14 +116,14 @@ def _check_mixed_lists(comm: DeviceCommunicatorBase, rank: int, world: int) -> i
         ]
         own = everyones[rank]
         own[2] = own[2].t().contiguous().t()  # same values, other strides
-        with _observed() as ledger, _backend_calls() as calls, _unchanged(*own):
+        with observed() as ledger, backend_calls() as calls, unchanged(*own):
             gathered = comm.all_gatherv(own, 0, sizes)
         assert len(calls) == len(ledger.records) == 1, calls
         assert ledger.records[0].num_bytes == sum(x.numel() * x.element_size() for x in own)
         assert ledger.records[0].path == ("uniform" if len(set(sizes)) == 1 else "variable-size")
         assert ledger.records[0].sizes == tuple(sizes)
         for i, x in enumerate(gathered):
-            _assert_same(x, torch.cat([of[i] for of in everyones]))
+            assert_same(x, torch.cat([of[i] for of in everyones]))
     return len(SIZES[world])
 
 
@@ -219,26 +135,26 @@ def _check_sums(comm: DeviceCommunicatorBase, rank: int, world: int) -> int:
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64):
             for trailing in [(), (5,), (2, 3)]:
                 inputs = [_input(r, sum(sizes), trailing, dtype, salt) for r in range(world)]
-                with _unchanged(inputs[rank]), _backend_calls() as calls:
+                with unchanged(inputs[rank]), backend_calls() as calls:
                     result = comm.reduce_scatterv(inputs[rank], 0, sizes)
                 assert len(calls) == 1, calls
-                _assert_same(result, torch.stack(inputs).sum(0).to(dtype)[mine])
+                assert_same(result, torch.stack(inputs).sum(0).to(dtype)[mine])
                 done += 1
         columns = [_input(r, sum(sizes), (7,), torch.float32, salt).t() for r in range(world)]
-        with _unchanged(columns[rank]):
-            _assert_same(comm.reduce_scatterv(columns[rank], 1, sizes), torch.stack(columns).sum(0)[:, mine])
+        with unchanged(columns[rank]):
+            assert_same(comm.reduce_scatterv(columns[rank], 1, sizes), torch.stack(columns).sum(0)[:, mine])
         done += 1
     for rows in (1, 6, 20_011):  # the last takes the two-phase path of ordered sums, with a remainder
         for dtype in (torch.float32, torch.bfloat16, torch.int32):
             inputs = [_input(r, rows, (3,), dtype) for r in range(world)]
-            with _unchanged(inputs[rank]):
-                _assert_same(comm.all_reduce(inputs[rank]), torch.stack(inputs).sum(0).to(dtype))
-            _assert_same(comm.all_reduce(inputs[rank].t()), torch.stack(inputs).sum(0).to(dtype).t())
+            with unchanged(inputs[rank]):
+                assert_same(comm.all_reduce(inputs[rank]), torch.stack(inputs).sum(0).to(dtype))
+            assert_same(comm.all_reduce(inputs[rank].t()), torch.stack(inputs).sum(0).to(dtype).t())
             done += 2
     equal = [_input(r, 2 * world, (3,), torch.float32) for r in range(world)]
     total = torch.stack(equal).sum(0)
-    _assert_same(comm.reduce_scatter(equal[rank], 0), total[2 * rank : 2 * rank + 2])
-    _assert_same(comm.reduce_scatter(equal[rank].t(), -1), total.t()[:, 2 * rank : 2 * rank + 2])
+    assert_same(comm.reduce_scatter(equal[rank], 0), total[2 * rank : 2 * rank + 2])
+    assert_same(comm.reduce_scatter(equal[rank].t(), -1), total.t()[:, 2 * rank : 2 * rank + 2])
     return done
 
 
@@ -246,9 +162,9 @@ def _check_broadcast(comm: DeviceCommunicatorBase, rank: int, world: int) -> int
     for src in range(world):
         for dtype in DTYPES:
             x = _input(rank, 3, (4,), dtype)
-            _assert_same(comm.broadcast(x, src), _input(src, 3, (4,), dtype))
+            assert_same(comm.broadcast(x, src), _input(src, 3, (4,), dtype))
             strided = _input(rank, 4, (6,), dtype)[::2, ::2]
-            _assert_same(comm.broadcast(strided, src), _input(src, 4, (6,), dtype)[::2, ::2])
+            assert_same(comm.broadcast(strided, src), _input(src, 4, (6,), dtype)[::2, ::2])
     return world * len(DTYPES)
 
 
@@ -266,15 +182,15 @@ def test_contract(kind: str, world: int) -> None:
 
 def _case_7(kind: str) -> None:
     _join()
-    comm, rank = _communicator(kind), _rank()
+    comm, rank = _communicator(kind), own_rank()
     for sizes in ([13, 13, 15, 15], [3, 5, 2, 4], [3, 0, 2, 4]):
-        with _observed(0.05):
+        with observed(0.05):
             for turn in range(3):
                 inputs = [_input(r, n, (64,), torch.bfloat16, turn) for r, n in enumerate(sizes)]
                 gathered = comm.all_gatherv(inputs[rank], 0, sizes)
-                _assert_same(gathered, torch.cat(inputs))
+                assert_same(gathered, torch.cat(inputs))
                 begin = sum(sizes[:rank])
-                _assert_same(comm.reduce_scatterv(gathered, 0, sizes), 4 * gathered[begin : begin + sizes[rank]])
+                assert_same(comm.reduce_scatterv(gathered, 0, sizes), 4 * gathered[begin : begin + sizes[rank]])
 
 
 @pytest.mark.parametrize("kind", ["cpu", "xpu"])
@@ -284,7 +200,7 @@ def test_case_7_and_11_ragged_sizes_under_random_delays(kind: str) -> None:
 
 def _case_9(kind: str) -> list[float]:
     _join()
-    rank = _rank()
+    rank = own_rank()
     subgroups = []
     for ranks in ([0, 1], [2, 3]):
         cpu_group, device_group = dist.new_group(ranks), dist.new_group(ranks)
@@ -292,7 +208,7 @@ def _case_9(kind: str) -> list[float]:
             cls, options = KINDS[kind]
             subgroups.append(cls(cpu_group, torch.device("cpu"), device_group, f"tp:{rank // 2}", **options))
     (comm,) = subgroups
-    with _observed(0.05):
+    with observed(0.05):
         own = torch.full((2, 2), float(10**rank))
         peers = [float(10**r) for r in comm.ranks]
         assert comm.all_reduce(own).unique().tolist() == [sum(peers)]
@@ -316,7 +232,7 @@ _ORDER = [1e8, 1.0, -1e8, 1.0]  # fp32: ((1e8 + 1) - 1e8) + 1 = 1 in rank order,
 
 def _ordered(kind: str) -> tuple[list[float], ...]:
     _join()
-    comm, rank = _communicator(kind), _rank()
+    comm, rank = _communicator(kind), own_rank()
     few = torch.full((5, 2), _ORDER[rank])
     many = torch.full((20_003, 2), _ORDER[rank])
     half = torch.full((5, 2), [256.0, 1.0, 1.0, 1.0][rank], dtype=torch.bfloat16)  # bf16: 256 + 1 = 256
@@ -361,7 +277,7 @@ def test_a_group_of_one_needs_no_process_group() -> None:
             comm.reduce_scatterv(x, 0, [3]),
             comm.broadcast(x),
         ):
-            _assert_same(y, x)
+            assert_same(y, x)
         comm.barrier()
 
 
@@ -381,7 +297,7 @@ def test_wrong_sizes_name_the_numbers() -> None:
 def _fault_1_uneven_gather() -> str:
     """Fix 1's fault: uneven rows go straight into the backend's equal-size collective."""
     _join(5)
-    comm, rank = _communicator("xpu"), _rank()
+    comm, rank = _communicator("xpu"), own_rank()
 
     def unpadded(x_NB: torch.Tensor, sizes: list[int], uniform: bool) -> torch.Tensor:
         parts = [x_NB.new_empty((size, x_NB.shape[1])) for size in sizes]
@@ -427,7 +343,7 @@ def _gather_of_skewed_ranks(one_by_one: bool) -> list[list[float]]:
     This stands for a device queue on which two independent collectives may start in either order.
     """
     _join()
-    comm, rank = _communicator("xpu"), _rank()
+    comm, rank = _communicator("xpu"), own_rank()
     tensors = [torch.full((2, 2), 10.0 * rank + i) for i in (1, 2)]
     if not one_by_one:
         return [x[:, 0].tolist() for x in comm.all_gatherv(tensors)]
@@ -455,7 +371,7 @@ def test_fault_5_put_back_call_2_pairs_with_call_1() -> None:
 def _fault_8_changed_input() -> tuple[bool, bool]:
     """Case 8's fault: a reduce-scatter made of an all-reduce in place."""
     _join()
-    comm, rank = _communicator("xpu"), _rank()
+    comm, rank = _communicator("xpu"), own_rank()
     x = torch.full((5, 2), float(rank + 1))
     comm.reduce_scatterv(x, 0, [3, 2])
     sound = bool((x == rank + 1).all())
@@ -472,7 +388,7 @@ def test_case_8_input_stays_unchanged_and_the_fault_is_seen() -> None:
 
 def _late_rank(asleep_s: float) -> tuple[str, float]:
     _join()
-    rank = _rank()
+    rank = own_rank()
     from datetime import timedelta
 
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1.5))
@@ -485,7 +401,7 @@ def _late_rank(asleep_s: float) -> tuple[str, float]:
         time.sleep(asleep_s)
         return "", 0.0
     start = time.monotonic()
-    with _observed() as ledger, pytest.raises(CollectiveError) as caught:
+    with observed() as ledger, pytest.raises(CollectiveError) as caught:
         comm.all_gatherv(torch.zeros(2, 2), 0, [2, 3])
     assert len(ledger.errors) == 1
     assert caught.value.record.step == 17

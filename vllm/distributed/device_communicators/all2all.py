@@ -10,10 +10,16 @@ slice of every expert) for the rows it receives, and partial outputs are summed 
 | one rank, or EP off and TP 1 | nothing | nothing |
 | EP off, or DP 1 | nothing | all-reduce over TP |
 | EP and DP, TP 1 | gather over EP | reduce-scatter over EP |
-| EP and DP, TP > 1 | gather over EP, ``1/tp`` of the rows from each | reduce-scatter over EP, gather over TP |
+| EP and DP, TP > 1, few bytes | gather over DP | reduce-scatter over EP, each row to all its TP ranks |
+| EP and DP, TP > 1, many bytes | gather over EP, ``1/tp`` of the rows each | reduce-scatter over EP, gather over TP |
 
-The gather carries hidden states, ids and weights as bytes in one collective. Sums run in the dtype of the experts'
-output; with ``ordered_sums`` 16-bit outputs are added in fp32 in EP rank order and rounded once.
+The gather carries hidden states, ids and weights as bytes in one collective, and no rank receives a row twice. Few
+bytes cost what a collective costs at all, so there are only two; many bytes (sequence parallel) move each partial sum
+to one rank only and then share the finished rows. The choice follows from the agreed counts, so all ranks make it
+alike, and with ``ordered_sums`` it changes no bit of the result.
+
+Sums run in the dtype of the experts' output; with ``ordered_sums`` 16-bit outputs are added in fp32 in EP rank order
+and rounded once.
 
 Shape suffixes: N rows of this DP rank, S rows of this rank's slice, R rows received, H hidden, K experts a token.
 """
@@ -31,6 +37,10 @@ from vllm import forward_context
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
 
+# Bytes of all DP ranks' hidden states from which the sequence-parallel exchange is the faster one: TP 2 x DP 2 on Gloo
+# breaks even at about this size, and the other one saves a third of the time at a few rows.
+SEQUENCE_PARALLEL_BYTES = 1 << 20
+
 
 @dataclass(frozen=True)
 class DispatchedTokens:
@@ -42,7 +52,8 @@ class DispatchedTokens:
             ``dispatch_router_logits``.
         router_logits: ``[R, E]`` after ``dispatch_router_logits``, else None.
         is_pad: bool ``[R]`` after ``dispatch_router_logits``, True for rows that must not be routed; else None.
-        sizes: rows from each EP rank, in rank order; None where nothing was gathered.
+        sizes: rows from each rank of the gather's group, in rank order; None where nothing was gathered.
+        is_sequence_parallel: gathered in slices over EP, not in wholes over DP.
         num_tokens_padded: N, the rows that ``combine`` returns.
         first_row: where this DP rank's rows begin among the R.
     """
@@ -53,6 +64,7 @@ class DispatchedTokens:
     router_logits: torch.Tensor | None
     is_pad: torch.Tensor | None
     sizes: tuple[int, ...] | None
+    is_sequence_parallel: bool
     num_tokens_padded: int
     first_row: int
 
@@ -64,13 +76,21 @@ class AgRsAll2AllManager:
         ep, dp, tp: this rank's groups; ``ep`` of one rank means that expert parallelism is off.
         barrier: wait on the device group before each of the two collectives, so that a rank that is late at routing
             is waited for in a barrier and not inside the collective (the XPU policy).
+        sequence_parallel_bytes: see the module's text.
     """
 
     def __init__(
-        self, ep: GroupCoordinator, dp: GroupCoordinator, tp: GroupCoordinator, *, barrier: bool = False
+        self,
+        ep: GroupCoordinator,
+        dp: GroupCoordinator,
+        tp: GroupCoordinator,
+        *,
+        barrier: bool = False,
+        sequence_parallel_bytes: int = SEQUENCE_PARALLEL_BYTES,
     ) -> None:
         self.ep, self.dp, self.tp = ep, dp, tp
         self.barrier = barrier
+        self.sequence_parallel_bytes = sequence_parallel_bytes
         self.exchanges_tokens = ep.world_size > 1 and dp.world_size > 1
         if self.exchanges_tokens:
             assert ep.world_size == dp.world_size * tp.world_size, (
@@ -96,10 +116,10 @@ class AgRsAll2AllManager:
             topk_ids: ``[N, K]`` global expert ids, int32 or int64; -1 on padding rows, weight 0 there.
             num_tokens_across_dp: N of every DP rank, agreed for this step; None reads the forward context's.
         """
-        (hidden, weights, ids), sizes, first = self._gather(
+        (hidden, weights, ids), *how = self._gather(
             (hidden_states, topk_weights, topk_ids), (0, 0, -1), num_tokens_across_dp
         )
-        return DispatchedTokens(hidden, weights, ids, None, None, sizes, hidden_states.shape[0], first)
+        return DispatchedTokens(hidden, weights, ids, None, None, *how)
 
     def dispatch_router_logits(
         self,
@@ -116,10 +136,10 @@ class AgRsAll2AllManager:
         """
         if is_pad is None:
             is_pad = torch.zeros(hidden_states.shape[0], dtype=torch.bool, device=hidden_states.device)
-        (hidden, logits, pad), sizes, first = self._gather(
+        (hidden, logits, pad), *how = self._gather(
             (hidden_states, router_logits, is_pad), (0, 0, True), num_tokens_across_dp
         )
-        return DispatchedTokens(hidden, None, None, logits, pad, sizes, hidden_states.shape[0], first)
+        return DispatchedTokens(hidden, None, None, logits, pad, *how)
 
     def combine(
         self, expert_output: torch.Tensor, dispatched: DispatchedTokens, tp_partial: torch.Tensor | None = None
@@ -146,38 +166,55 @@ class AgRsAll2AllManager:
             return self.tp.all_reduce(expert_output)
         if self.barrier:
             self.ep.barrier()
-        own_S = self.ep.reduce_scatterv(expert_output, 0, dispatched.sizes)
-        return self.tp.all_gather(own_S, 0)[:num_tokens]
+        if dispatched.is_sequence_parallel:
+            own_S = self.ep.reduce_scatterv(expert_output, 0, dispatched.sizes)
+            return self.tp.all_gather(own_S, 0)[:num_tokens]
+        copies = self.tp.world_size
+        to_each_tp_rank = [rows for rows in expert_output.split(list(dispatched.sizes)) for _ in range(copies)]
+        sizes = [size for size in dispatched.sizes for _ in range(copies)]
+        return self.ep.reduce_scatterv(torch.cat(to_each_tp_rank), 0, sizes)
 
     def _gather(
         self,
         tensors: tuple[torch.Tensor, ...],
         pad_values: tuple[int | bool, ...],
         num_tokens_across_dp: Sequence[int] | None,
-    ) -> tuple[Sequence[torch.Tensor], tuple[int, ...] | None, int]:
-        """This rank's slice of the rows to all EP ranks, in one collective; its tail padded with ``pad_values``."""
+    ) -> tuple[Sequence[torch.Tensor], tuple[int, ...] | None, bool, int, int]:
+        """The rows of all DP ranks in one collective, and the record's last four fields.
+
+        A slice that is short of rows is padded with ``pad_values``.
+        """
+        rows = tensors[0].shape[0]
         if not self.exchanges_tokens:
-            return tensors, None, 0
+            return tensors, None, False, rows, 0
         if num_tokens_across_dp is None:
             metadata = forward_context.get_forward_context().dp_metadata
             assert metadata is not None, "DP with expert parallelism needs dp_metadata in the forward context"
             num_tokens_across_dp = metadata.num_tokens_across_dp
-        rows = tensors[0].shape[0]
         assert num_tokens_across_dp[self.dp.rank_in_group] == rows, (
             f"DP rank {self.dp.rank_in_group} dispatches {rows} rows but agreed on {list(num_tokens_across_dp)}"
         )
-        sizes = forward_context.sp_local_sizes(num_tokens_across_dp, self.tp.world_size)
-        chunk = sizes[self.ep.rank_in_group]
-        if self.tp.world_size > 1:
+        hidden_bytes = tensors[0].shape[1] * tensors[0].element_size()
+        sequence_parallel = (
+            self.tp.world_size == 1 or sum(num_tokens_across_dp) * hidden_bytes >= self.sequence_parallel_bytes
+        )
+        group = self.ep if sequence_parallel else self.dp
+        if sequence_parallel:
+            sizes = forward_context.sp_local_sizes(num_tokens_across_dp, self.tp.world_size)
+            chunk = sizes[self.ep.rank_in_group]
             begin = min(self.tp.rank_in_group * chunk, rows)
             end = min(begin + chunk, rows)
             tensors = tuple(
                 _padded_slice(x, begin, end, chunk, value) for x, value in zip(tensors, pad_values, strict=True)
             )
+            first_row = sum(sizes[: self.dp.rank_in_group * self.tp.world_size])
+        else:
+            sizes = tuple(num_tokens_across_dp)
+            first_row = sum(sizes[: self.dp.rank_in_group])
         if self.barrier:
-            self.ep.barrier()
-        gathered = self.ep.all_gatherv(list(tensors), 0, sizes)
-        return gathered, sizes, sum(sizes[: self.dp.rank_in_group * self.tp.world_size])
+            group.barrier()
+        gathered = group.all_gatherv(list(tensors), 0, sizes)
+        return gathered, sizes, sequence_parallel, rows, first_row
 
 
 def _padded_slice(x: torch.Tensor, begin: int, end: int, rows: int, value: int | bool) -> torch.Tensor:
