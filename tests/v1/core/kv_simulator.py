@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.config import CacheConfig, SchedulerConfig
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -25,9 +26,8 @@ VOCABULARY = 5
 EOS = 3
 
 
-def params(**values: Any) -> Any:
-    known = {"max_tokens": 8, "min_tokens": 0, "ignore_eos": True, "stop_token_ids": [], "prompt_logprobs": None}
-    return types.SimpleNamespace(**(known | values))
+def params(**values: Any) -> SamplingParams:
+    return SamplingParams(**({"max_tokens": 8, "ignore_eos": True} | values))
 
 
 def digest(before: int, token: int) -> int:

@@ -131,5 +131,5 @@ TestScheduler = SchedulerMachine.TestCase
 @pytest.mark.slow
 class TestSchedulerLong(SchedulerMachine.TestCase):
     settings = settings(
-        max_examples=3000, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=1000, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
     )
