@@ -19,21 +19,34 @@ CHAT_TEMPLATE = (
 )
 
 
-def byte_tokenizer(bos: bool = True) -> Any:
-    """One token for each byte (ids 0 to 255 in the order of the byte-level alphabet), and four special tokens."""
+def _tokenizer(vocab: list[str], special: list[str], begin: bool) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(vocab)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>", "<|user|>", "<|assistant|>"])
-    if bos:
-        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    tokenizer.add_special_tokens(special)
+    if begin:
+        bos = tokenizer.token_to_id("<s>")
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>", chat_template=CHAT_TEMPLATE
     )
+
+
+def byte_tokenizer() -> Any:
+    """One token for each byte (ids 0 to 255 in the order of the byte-level alphabet), and four special tokens."""
+    from tokenizers import pre_tokenizers
+
+    return _tokenizer(
+        sorted(pre_tokenizers.ByteLevel.alphabet()), ["<s>", "</s>", "<|user|>", "<|assistant|>"], begin=True
+    )
+
+
+def char_tokenizer() -> Any:
+    """One token for each printable character below 127 and for the line break, <s> and </s>; <s> begins no text."""
+    return _tokenizer([chr(c) for c in range(33, 127)] + ["\u0120", "\u010a"], ["<s>", "</s>"], begin=False)
 
 
 class FakeWorker:
