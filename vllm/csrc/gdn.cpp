@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int64_t BLOCK = 32;
+constexpr int64_t BLOCK = 64;
 constexpr int TILE = 2;
 
 thread_local Scratch scratch;
@@ -39,58 +39,87 @@ template <class T> INLINE void put(T* p, vf v, int n) {
   else store_part(p, v, n);
 }
 
+INLINE vf swish(vf x) {
+  vf e = exp(x < splat(-80.0f) ? splat(80.0f) : -x);
+  return x / (1.0f + e);
+}
 INLINE float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 INLINE float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
-// One token over NV registers' width of a head's state: reads k·S and q·S, then S = decay S + k delta.
+// One walk over NV registers' width of a head's state: S = decay S + k delta where UPDATE, then k·S and q·S where READ.
 // Even and odd rows are summed apart, for enough independent chains; the order is the same for every NV.
-template <int NV>
-INLINE void token(float* S, int64_t ld, int64_t D, const float* q, const float* k, float qk, float decay, float beta,
-                  const float* v, float* o) {
-  vf kS[2][NV] = {}, qS[2][NV] = {};
-  int64_t i = 0;
-  for (; i + 2 <= D; i += 2) {
-#pragma GCC unroll 2
-    for (int p = 0; p < 2; p++) {
-      vf ki = splat(k[i + p]), qi = splat(q[i + p]);
+template <int NV, bool UPDATE, bool READ>
+INLINE void walk(float* S, int64_t ld, int64_t D, vf decay, const float* k_update, const vf* delta, const float* k,
+                 const float* q, vf* kS, vf* qS) {
+  vf k_sum[2][NV] = {}, q_sum[2][NV] = {};
+  auto row = [&](int64_t i, int parity) __attribute__((always_inline)) {
+    vf ku = UPDATE ? splat(k_update[i]) : vf{}, ki = READ ? splat(k[i]) : vf{}, qi = READ ? splat(q[i]) : vf{};
 #pragma GCC unroll 4
-      for (int j = 0; j < NV; j++) {
-        vf s = load(S + (i + p) * ld + j * VL);
-        kS[p][j] = fma(ki, s, kS[p][j]);
-        qS[p][j] = fma(qi, s, qS[p][j]);
-      }
-    }
-  }
-  if (i < D)
     for (int j = 0; j < NV; j++) {
       vf s = load(S + i * ld + j * VL);
-      kS[0][j] = fma(splat(k[i]), s, kS[0][j]);
-      qS[0][j] = fma(splat(q[i]), s, qS[0][j]);
+      if (UPDATE) {
+        s = fma(ku, delta[j], s * decay);
+        store(S + i * ld + j * VL, s);
+      }
+      if (READ) {
+        k_sum[parity][j] = fma(ki, s, k_sum[parity][j]);
+        q_sum[parity][j] = fma(qi, s, q_sum[parity][j]);
+      }
     }
-  vf d = splat(decay), delta[NV];
-#pragma GCC unroll 4
-  for (int j = 0; j < NV; j++) {
-    delta[j] = (load(v + j * VL) - (kS[0][j] + kS[1][j]) * d) * splat(beta);
-    store(o + j * VL, fma(splat(qk), delta[j], (qS[0][j] + qS[1][j]) * d));
+  };
+  int64_t i = 0;
+  for (; i + 2 <= D; i += 2) {
+    row(i, 0);
+    row(i + 1, 1);
   }
-#pragma GCC unroll 2
-  for (i = 0; i < D; i++) {
-    vf ki = splat(k[i]);
+  if (i < D) row(i, 0);
+  if (READ)
 #pragma GCC unroll 4
     for (int j = 0; j < NV; j++) {
-      float* s = S + i * ld + j * VL;
-      store(s, fma(ki, delta[j], load(s) * d));
+      kS[j] = k_sum[0][j] + k_sum[1][j];
+      qS[j] = q_sum[0][j] + q_sum[1][j];
     }
+}
+
+struct Block {  // n tokens of one value head: strides in floats
+  int64_t n;
+  const float *q, *k;
+  int64_t ldq;
+  const float *qk, *decay, *beta;
+  int64_t ldb;
+  const float* v;
+  int64_t ldv;
+  float* o;
+  int64_t ldo;
+};
+
+// The block's tokens over columns [e, e + NV registers) of a state. The update by one token and the reads for the next
+// are one walk.
+template <int NV> void tokens(float* S, int64_t ld, int64_t D, const Block& b, int64_t e) {
+  vf kS[NV], qS[NV], delta[NV];
+  walk<NV, false, true>(S, ld, D, vf{}, nullptr, nullptr, b.k, b.q, kS, qS);
+  for (int64_t t = 0;; t++) {
+    vf decay = splat(b.decay[t * b.ldb]), beta = splat(b.beta[t * b.ldb]), qk = splat(b.qk[t]);
+    const float *v = b.v + t * b.ldv + e, *k = b.k + t * b.ldq, *q = b.q + t * b.ldq;
+    float* o = b.o + t * b.ldo + e;
+#pragma GCC unroll 4
+    for (int j = 0; j < NV; j++) {
+      delta[j] = (load(v + j * VL) - kS[j] * decay) * beta;
+      store(o + j * VL, fma(qk, delta[j], qS[j] * decay));
+    }
+    if (t + 1 == b.n) {
+      walk<NV, true, false>(S, ld, D, decay, k, delta, nullptr, nullptr, nullptr, nullptr);
+      return;
+    }
+    walk<NV, true, true>(S, ld, D, decay, k, delta, k + b.ldq, q + b.ldq, kS, qS);
   }
 }
 
-// The n tokens of a block over one value head's state [D, E]. v and o: rows of ldv and ldo floats, whole registers.
-void tokens(float* S, int64_t D, int64_t E, int64_t n, const float* q, const float* k, int64_t ldq, const float* qk,
-            const float* decay, const float* beta, int64_t ldb, const float* v, int64_t ldv, float* o, int64_t ldo,
-            float* tile) {
+// The block over all E columns of a value head's state [D, E], tile by tile.
+void tokens(float* S, int64_t D, int64_t E, const Block& b, float* tile) {
   int64_t e = 0;
-  if (n == 1)
-    for (; e + 2 * TILE * VL <= E; e += 2 * TILE * VL) token<2 * TILE>(S + e, E, D, q, k, *qk, *decay, *beta, v + e, o + e);
+  if (b.n == 1)
+    for (; e + 2 * TILE * VL <= E; e += 2 * TILE * VL) tokens<2 * TILE>(S + e, E, D, b, e);
   for (; e < E; e += TILE * VL) {
     int64_t width = E - e < TILE * VL ? E - e : TILE * VL;
     auto copy = [&](auto&& move) {
@@ -98,13 +127,8 @@ void tokens(float* S, int64_t D, int64_t E, int64_t n, const float* q, const flo
         for_columns(width, [&](int64_t c, int m) { move(S + i * E + e + c, tile + i * TILE * VL + c, m); });
     };
     copy([](float* s, float* t, int m) { store(t, get(s, m)); });
-    auto run = [&](auto nv) {
-      for (int64_t t = 0; t < n; t++)
-        token<decltype(nv)::value>(tile, TILE * VL, D, q + t * ldq, k + t * ldq, qk[t], decay[t * ldb], beta[t * ldb],
-                                   v + t * ldv + e, o + t * ldo + e);
-    };
-    if (width > VL) run(std::integral_constant<int, TILE>{});
-    else run(std::integral_constant<int, 1>{});
+    if (width > VL) tokens<TILE>(tile, TILE * VL, D, b, e);
+    else tokens<1>(tile, TILE * VL, D, b, e);
     copy([](float* s, float* t, int m) { put(s, load(t), m); });
   }
 }
@@ -146,7 +170,7 @@ void head(const Shape& dim, const Small& w, int64_t g, int64_t rows, const T* x,
         for_columns(len, [&](int64_t d, int m) {
           vf sum = {};
           for (int64_t j = 0; j < K; j++) sum = fma(get(w.conv + j * C + c + d, m), load(raw + (t + j) * width + at + d), sum);
-          store(to + at + d, sum / (1.0f + exp(-sum)));
+          store(to + at + d, swish(sum));
         });
       });
       float *q = to, *k = to + Dp;
@@ -174,8 +198,8 @@ void head(const Shape& dim, const Small& w, int64_t g, int64_t rows, const T* x,
 
     for (int64_t h = 0; h < V; h++) {
       int64_t head = g * V + h;
-      tokens(state + head * D * E, D, E, n, y, y + Dp, width, qk, decay + h, beta + h, V, y + 2 * Dp + h * Ep, width, o,
-             Ep, tile);
+      tokens(state + head * D * E, D, E,
+             Block{n, y, y + Dp, width, qk, decay + h, beta + h, V, y + 2 * Dp + h * Ep, width, o, Ep}, tile);
       for (int64_t t = 0; t < n; t++) {
         const float* from = o + t * Ep;
         const T* z = x + (t0 + t) * ldx + C + head * E;
@@ -187,8 +211,7 @@ void head(const Shape& dim, const Small& w, int64_t g, int64_t rows, const T* x,
         });
         vf scale = splat(1.0f / std::sqrt(sum(squares) / (float)E + w.eps));
         for_columns(E, [&](int64_t d, int m) {
-          vf gate = get(z + d, m);
-          put(to + d, get(from + d, m) * scale * get(w.norm + d, m) * (gate / (1.0f + exp(-gate))), m);
+          put(to + d, get(from + d, m) * scale * get(w.norm + d, m) * swish(get(z + d, m)), m);
         });
       }
     }
