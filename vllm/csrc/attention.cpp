@@ -46,117 +46,236 @@ struct State {
   State(float* p, int64_t rows) : m(p), l(p + rows), o(p + (rows * 2 + 15) / 16 * 16) {}
 };
 
-thread_local Scratch scratch;
+thread_local Scratch scratch, keys_scratch;
 
-struct Keys { int64_t lo, hi; };  // [lo, hi) of one row, absolute
+struct Keys { int64_t lo, hi; };  // [lo, hi) of one row
 
-INLINE Keys keys_of(const Args& a, const Task& t, int64_t row) {
+Keys keys_of(const Args& a, const Task& t, int64_t row) {
   int64_t G = a.heads / a.kv_heads, len = a.start[t.request + 1] - a.start[t.request];
   int64_t pos = a.lens[t.request] - len + t.first_query + row / G;
   int64_t lo = a.window > 0 && pos + 1 > a.window ? pos + 1 - a.window : 0;
   return {lo, pos + 1};
 }
 
-// Keys [lo, hi) of the block at `base` to fp32: K transposed into panels [KB/NR][D][NR], V into panels [Dp/NR][KB][NR].
-// Places outside [lo, hi) are set to 0.
-template <class T>
-void load_block(const Args& a, const Task& t, int64_t base, int64_t lo, int64_t hi, int64_t Dp, float* kt, float* v) {
-  const int32_t* table = a.table + t.request * a.table0;
-  for (int64_t i = 0; i < KB; i++) {
-    int64_t pos = base + i;
-    float* kd = kt + i / NR * a.D * NR + i % NR;
-    float* vd = v + i * NR;
-    if (pos < lo || pos >= hi) {
-      for (int64_t d = 0; d < a.D; d++) kd[d * NR] = 0;
-      for (int64_t d = 0; d < Dp; d += VL) store(vd + d / NR * KB * NR + d % NR, vf{});
-      continue;
+// Where the keys of a block lie in the caches; null outside [lo, hi) of the task.
+template <class T> struct Block {
+  const T *k[KB], *v[KB];
+  void find(const Args& a, const Task& t, int64_t base, int64_t lo, int64_t hi) {
+    const int32_t* table = a.table + t.request * a.table0;
+    int begin = (int)(lo > base ? lo - base : 0), end = (int)(hi - base < KB ? hi - base : KB);
+    if (begin > 0 || end < KB) std::memset((void*)this, 0, sizeof(*this));
+    while (begin < end) {
+      int64_t pos = base + begin, offset = (uint32_t)pos % (uint32_t)a.block_size;
+      int64_t id = table[(uint32_t)pos / (uint32_t)a.block_size];
+      const T* kr = (const T*)a.k_cache + id * a.kc0 + t.kv_head * a.kc1 + offset * a.D;
+      const T* vr = (const T*)a.v_cache + id * a.vc0 + t.kv_head * a.vc1 + offset * a.D;
+      int64_t run = a.block_size - offset < end - begin ? a.block_size - offset : end - begin;
+      for (int64_t i = 0; i < run; i++, kr += a.D, vr += a.D) k[begin + i] = kr, v[begin + i] = vr;
+      begin += (int)run;
     }
-    int64_t block = table[pos / a.block_size], at = pos % a.block_size * a.D;
-    const T* kr = (const T*)a.k_cache + block * a.kc0 + t.kv_head * a.kc1 + at;
-    const T* vr = (const T*)a.v_cache + block * a.vc0 + t.kv_head * a.vc1 + at;
-    for (int64_t d = 0; d < a.D; d++) kd[d * NR] = to_float(kr[d]);
+  }
+};
+
+// A row of the next block is asked for while this block is in use; null does nothing.
+INLINE void prefetch_row(const void* row, int64_t bytes) {
+  if (row)
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)row + i, 0, 2);
+}
+
+// K transposed, in panels [KB/NR] of padded_k(D) x NR as gemm.h has them; keys outside the task become 0.
+template <class T> void load_keys(int64_t D, const T* const* rows, const T* const* next, T* kt) {
+  constexpr int PER = 4 / sizeof(T);                     // elements in a word: two d of a key
+  constexpr int PAIR = std::is_same_v<T, bf16> ? 2 : 1;  // of them side by side in a panel
+  for (int i = 0; i < KB; i += VL) {
+    T* to = kt + i / NR * padded_k<T>(D) * NR + i % NR * PAIR;
+    const T* const* row = rows + i;
+    for (int64_t d = 0; d < D; d += VL * PER) {
+      int64_t left = D - d;
+      vu m[VL];
+#pragma GCC unroll 16
+      for (int j = 0; j < VL; j++) {
+        if (!row[j]) m[j] = vu{};
+        else if (left >= VL * PER) m[j] = load_bits<vu>(row[j] + d);
+        else {
+          T part[VL * PER] = {};
+          std::memcpy(part, row[j] + d, left * sizeof(T));
+          m[j] = load_bits<vu>(part);
+        }
+      }
+      transpose(m);
+      int n = (int)(left < VL * PER ? left : VL * PER);
+#pragma GCC unroll 16
+      for (int j = 0; j < VL; j++) {
+        T* word = to + (d + j * PER) * NR;
+        if (j * PER >= n) break;
+        if constexpr (std::is_same_v<T, fp16>) {
+          store_bits(word, __builtin_convertvector(m[j], vh));
+          if (j * PER + 1 < n) store_bits(word + NR, __builtin_convertvector(m[j] >> 16, vh));
+        } else {
+          store_bits(word, m[j]);
+        }
+      }
+    }
+    for (int j = 0; j < VL; j++) prefetch_row(next[i + j], D * sizeof(T));
+  }
+}
+
+// V in fp32 panels [Dp/NR][KB][NR]; places of keys outside the task are left as they are.
+template <class T> void load_values(int64_t D, int64_t Dp, const T* const* rows, const T* const* next, float* v) {
+  for (int i = 0; i < KB; i++) {
+    prefetch_row(next[i], D * sizeof(T));
+    if (!rows[i]) continue;
     for (int64_t d = 0; d < Dp; d += VL) {
-      vf x = a.D - d >= VL ? load(vr + d) : a.D > d ? load_part(vr + d, (int)(a.D - d)) : vf{};
-      store(vd + d / NR * KB * NR + d % NR, x);
+      vf x = D - d >= VL ? load(rows[i] + d) : D > d ? load_part(rows[i] + d, (int)(D - d)) : vf{};
+      store(v + d / NR * KB * NR + i * NR + d % NR, x);
     }
   }
 }
 
-// O[rows][Dp] += P[rows][k0, k1) V[k0, k1)
+// O[rows][Dp] += P[rows][k0, k1) V[k0, k1) out of the panels that load_values made
 INLINE void add_values(int rows, int64_t k0, int64_t k1, int64_t Dp, const float* p, const float* v, float* o) {
   if (k0 >= k1) return;
   int panels = (int)(Dp / NR), group = panels_of_tile(rows);
   for (int i = 0; i < panels; i += group)
-    tile<float>(rows, panels - i < group ? panels - i : group, k1 - k0, p + k0, KB, v + i * KB * NR + k0 * NR, KB * NR,
-                o + i * NR, Dp, true);
+    tile(rows, panels - i < group ? panels - i : group, k1 - k0, p + k0, KB, v + i * KB * NR + k0 * NR, KB * NR,
+         o + i * NR, Dp, true);
 }
 
-// The rows of a task over one split, from an empty state.
+// The same for the few rows of a decode step, straight from the cache: columns [d, d + NV * VL).
+template <class T, int MR, int NV>
+void add_cached(int64_t k0, int64_t k1, int64_t d, int64_t Dp, const float* p, const T* const* v, const T* const* next,
+                float* o) {
+  vf acc[MR][NV];
+#pragma GCC unroll 4
+  for (int r = 0; r < MR; r++)
+#pragma GCC unroll 4
+    for (int j = 0; j < NV; j++) acc[r][j] = load(o + r * Dp + d + j * VL);
+  for (int64_t k = k0; k < k1; k++) {
+    if (next[k]) __builtin_prefetch(next[k] + d, 0, 2), __builtin_prefetch(next[k] + d + NV * VL - 1, 0, 2);
+    vf w[NV];
+#pragma GCC unroll 4
+    for (int j = 0; j < NV; j++) w[j] = load(v[k] + d + j * VL);
+#pragma GCC unroll 4
+    for (int r = 0; r < MR; r++) {
+      vf x = splat(p[r * KB + k]);
+#pragma GCC unroll 4
+      for (int j = 0; j < NV; j++) acc[r][j] = fma(x, w[j], acc[r][j]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < MR; r++)
+#pragma GCC unroll 4
+    for (int j = 0; j < NV; j++) store(o + r * Dp + d + j * VL, acc[r][j]);
+}
 template <class T>
-void run_split(const Args& a, const Task& t, int64_t split, const float* q, int64_t Dp, State s, float* kt, float* v,
-               float* p) {
+void add_cached(int rows, int64_t k0, int64_t k1, int64_t D, int64_t Dp, const float* p, const T* const* v,
+                const T* const* next, float* o) {
+  if (k0 >= k1) return;
+  for (int r = 0; r < rows; r += 4) {
+    int n = rows - r < 4 ? rows - r : 4;
+    const float* pr = p + r * KB;
+    float* to = o + r * Dp;
+    for (int64_t d = 0; d < D;) {
+      auto columns = [&](auto width) {
+        constexpr int NV = decltype(width)::value;
+        if (n == 1) add_cached<T, 1, NV>(k0, k1, d, Dp, pr, v, next, to);
+        if (n == 2) add_cached<T, 2, NV>(k0, k1, d, Dp, pr, v, next, to);
+        if (n == 3) add_cached<T, 3, NV>(k0, k1, d, Dp, pr, v, next, to);
+        if (n == 4) add_cached<T, 4, NV>(k0, k1, d, Dp, pr, v, next, to);
+        d += NV * VL;
+      };
+      if (D - d >= 4 * VL) columns(std::integral_constant<int, 4>{});
+      else columns(std::integral_constant<int, 1>{});
+    }
+  }
+}
+
+// The keys of a row that lie in the block at `base`, counted from it; empty when hi <= lo.
+INLINE Keys in_block(Keys k, int64_t base) {
+  return {k.lo > base ? k.lo - base : 0, k.hi - base < KB ? k.hi - base : KB};
+}
+
+// Scores of a row -> weights of its keys [lo, hi) relative to the new maximum, others 0; updates the row's state.
+INLINE void softmax_row(float* x, Keys keys, float* m, float* l, float* o, int64_t Dp) {
+  const int end = (int)((keys.hi + VL - 1) / VL * VL);
+  const bool whole = keys.lo == 0 && keys.hi == end;
+  const vi lo = vi{} + (int)keys.lo, hi = vi{} + (int)keys.hi;
+  vi lane;
+  for (int j = 0; j < VL; j++) lane[j] = j;
+  vf top = splat(-INF);
+  for (int j = 0; j < end; j += VL) {
+    vf y = load(x + j);
+    if (!whole) y = (lane + j >= lo) & (lane + j < hi) ? y : splat(-INF);
+    top = y > top ? y : top;
+  }
+  float peak = max(top);
+  peak = peak > *m ? peak : *m;
+  vf total = {};
+  for (int j = 0; j < end; j += VL) {
+    vf y = exp(load(x + j) - splat(peak));
+    if (!whole) y = (lane + j >= lo) & (lane + j < hi) ? y : vf{};
+    total += y;
+    store(x + j, y);
+  }
+  if (peak == *m) {
+    *l += sum(total);
+    return;
+  }
+  float decay = exp(splat(*m - peak))[0];
+  *m = peak;
+  *l = *l * decay + sum(total);
+  for (int64_t d = 0; d < Dp; d += VL) store(o + d, load(o + d) * decay);
+}
+
+// The rows of a task over one split, from an empty state. `block` has room for K, then V of a block; p for the scores
+// [rows][KB].
+template <class T>
+void run_split(const Args& a, const Task& t, int64_t split, const Keys* keys, const float* q, int64_t Dp, State s,
+               float* block, float* p) {
   std::fill(s.m, s.m + t.rows, -INF);
   std::fill(s.l, s.l + t.rows, 0.0f);
   std::fill(s.o, s.o + t.rows * Dp, 0.0f);
-  int64_t task_lo = keys_of(a, t, 0).lo, task_hi = keys_of(a, t, t.rows - 1).hi;
-  int64_t begin = split * SPLIT, end = begin + SPLIT;
-  if (task_hi < end) end = task_hi;
-  if (task_lo > begin) begin = task_lo / KB * KB;
-  for (int64_t base = begin; base < end; base += KB) {
-    load_block<T>(a, t, base, task_lo, task_hi, Dp, kt, v);
+  const int64_t Kp = padded_k<T>(a.D), lo = keys[0].lo, hi = keys[t.rows - 1].hi;
+  const bool cached = t.rows <= MR_MAX && a.D % VL == 0;  // too few rows to be worth a copy of V
+  T* kt = (T*)block;
+  int64_t begin = split * SPLIT, end = begin + SPLIT < hi ? begin + SPLIT : hi;
+  if (lo > begin) begin = lo / KB * KB;
+  Block<T> two[2];
+  two[0].find(a, t, begin, lo, hi);
+  for (int64_t base = begin, i = 0; base < end; base += KB, i ^= 1) {
+    const Block<T>& now = two[i];
+    Block<T>& next = two[i ^ 1];
+    next.find(a, t, base + KB, lo, hi);
+    load_keys(a.D, now.k, next.k, kt);
     for_tiles(t.rows, [&](int64_t r0, int rows) {
-      int64_t hi = keys_of(a, t, r0 + rows - 1).hi - base, lo = keys_of(a, t, r0).lo - base;
-      if (hi <= 0 || lo >= KB) return;
-      int panels = (int)((hi < KB ? hi + NR - 1 : KB) / NR), group = panels_of_tile(rows);
+      int64_t tile_hi = in_block(keys[r0 + rows - 1], base).hi;
+      if (tile_hi <= in_block(keys[r0], base).lo) return;
+      int panels = (int)((tile_hi + NR - 1) / NR), group = panels_of_tile(rows);
       for (int i = 0; i < panels; i += group)
-        tile<float>(rows, panels - i < group ? panels - i : group, a.D, q + r0 * a.D, a.D, kt + i * a.D * NR, a.D * NR,
-                    p + i * NR, KB, false);
-      int64_t row_lo[MR_MAX], row_hi[MR_MAX], common_lo = 0, common_hi = KB;
-      for (int r = 0; r < rows; r++) {
-        Keys k = keys_of(a, t, r0 + r);
-        row_lo[r] = k.lo - base > 0 ? k.lo - base : 0;
-        row_hi[r] = k.hi - base < KB ? k.hi - base : KB;
-        if (row_lo[r] > common_lo) common_lo = row_lo[r];
-        if (row_hi[r] < common_hi) common_hi = row_hi[r];
-        if (row_lo[r] >= row_hi[r]) continue;
-        float* x = p + r * KB;
-        vf top = splat(-INF);
-        const vi lane = [] { vi i; for (int j = 0; j < VL; j++) i[j] = j; return i; }();
-        for (int j = 0; j < panels * NR; j += VL) {
-          vi key = lane + j;
-          vf y = load(x + j);
-          y = (key >= (int)row_lo[r]) & (key < (int)row_hi[r]) ? y : splat(-INF);
-          top = y > top ? y : top;
+        tile(rows, panels - i < group ? panels - i : group, Kp, q + r0 * Kp, Kp, kt + i * Kp * NR, Kp * NR,
+             p + r0 * KB + i * NR, KB, false);
+      for (int64_t r = r0; r < r0 + rows; r++)
+        if (Keys k = in_block(keys[r], base); k.lo < k.hi)
+          softmax_row(p + r * KB, k, s.m + r, s.l + r, s.o + r * Dp, Dp);
+    });
+    if (!cached) load_values(a.D, Dp, now.v, next.v, block);
+    for_tiles(t.rows, [&](int64_t r0, int rows) {
+      auto add = [&](int64_t r, int n, int64_t k0, int64_t k1) {
+        if (cached) add_cached(n, k0, k1, a.D, Dp, p + r * KB, now.v, next.v, s.o + r * Dp);
+        else add_values(n, k0, k1, Dp, p + r * KB, block, s.o + r * Dp);
+      };
+      // keys that all rows of the tile see, and what single rows see before and after them
+      int64_t c0 = in_block(keys[r0 + rows - 1], base).lo, c1 = in_block(keys[r0], base).hi;
+      if (c0 > c1) c1 = c0;
+      auto alone = [&](int64_t from, int64_t to) {
+        for (int64_t r = r0; r < r0 + rows; r++) {
+          Keys k = in_block(keys[r], base);
+          add(r, 1, k.lo > from ? k.lo : from, k.hi < to ? k.hi : to);
         }
-        float m = max(top);
-        m = m > s.m[r0 + r] ? m : s.m[r0 + r];
-        vf total = {};
-        for (int j = 0; j < panels * NR; j += VL) {
-          vi key = lane + j;
-          vf y = exp(load(x + j) - m);
-          y = (key >= (int)row_lo[r]) & (key < (int)row_hi[r]) ? y : vf{};
-          total += y;
-          store(x + j, y);
-        }
-        float decay = exp(splat(s.m[r0 + r] - m))[0];
-        s.m[r0 + r] = m;
-        s.l[r0 + r] = s.l[r0 + r] * decay + sum(total);
-        if (decay != 1.0f)
-          for (int64_t d = 0; d < Dp; d += VL) {
-            float* o = s.o + (r0 + r) * Dp + d;
-            store(o, load(o) * decay);
-          }
-      }
-      if (common_lo >= common_hi) {
-        for (int r = 0; r < rows; r++)
-          add_values(1, row_lo[r], row_hi[r], Dp, p + r * KB, v, s.o + (r0 + r) * Dp);
-        return;
-      }
-      for (int r = 0; r < rows; r++)
-        add_values(1, row_lo[r], common_lo, Dp, p + r * KB, v, s.o + (r0 + r) * Dp);
-      add_values(rows, common_lo, common_hi, Dp, p, v, s.o + r0 * Dp);
-      for (int r = 0; r < rows; r++)
-        add_values(1, common_hi, row_hi[r], Dp, p + r * KB, v, s.o + (r0 + r) * Dp);
+      };
+      alone(0, c0);
+      add(r0, rows, c0, c1);
+      alone(c1, KB);
     });
   }
 }
@@ -249,21 +368,24 @@ template <class T> int attention(const Args& a, int threads) {
 
   auto run = [&](const Task& t, int64_t split0, int64_t splits) {
     int64_t state = State::floats(t.rows, Dp);
-    float* mem = scratch.get<float>(KB * a.D + KB * Dp + MR_MAX * KB + t.rows * a.D + 2 * state + 16);
-    float *kt = mem, *v = kt + KB * a.D, *p = v + KB * Dp, *q = p + MR_MAX * KB, *states = q + (t.rows * a.D + 15) / 16 * 16;
+    int64_t Kp = padded_k<T>(a.D), q_size = (t.rows * Kp + 15) / 16 * 16;
+    float* mem = scratch.get<float>(KB * Dp + t.rows * KB + q_size + 2 * state);
+    float *block = mem, *p = block + KB * Dp, *q = p + t.rows * KB, *states = q + q_size;
+    Keys* keys = keys_scratch.get<Keys>(t.rows);
     for (int64_t r = 0; r < t.rows; r++) {
+      keys[r] = keys_of(a, t, r);
       int64_t row = a.start[t.request] + t.first_query + r / G, head = t.kv_head * G + r % G;
-      widen_row((const T*)a.q + row * a.q0 + head * a.q1, a.D, a.D, q + r * a.D);
-      for (int64_t d = 0; d < a.D; d++) q[r * a.D + d] *= a.scale;
+      widen_row((const T*)a.q + row * a.q0 + head * a.q1, a.D, Kp, q + r * Kp);
+      for (int64_t d = 0; d < a.D; d++) q[r * Kp + d] *= a.scale;
     }
     if (t.partial) {
-      run_split<T>(a, t, t.first_split + split0, q, Dp, State(t.partial + split0 * state, t.rows), kt, v, p);
+      run_split<T>(a, t, t.first_split + split0, keys, q, Dp, State(t.partial + split0 * state, t.rows), block, p);
       return;
     }
     State total(states, t.rows), one(states + state, t.rows);
-    run_split<T>(a, t, t.first_split, q, Dp, total, kt, v, p);
+    run_split<T>(a, t, t.first_split, keys, q, Dp, total, block, p);
     for (int64_t s = 1; s < splits; s++) {
-      run_split<T>(a, t, t.first_split + s, q, Dp, one, kt, v, p);
+      run_split<T>(a, t, t.first_split + s, keys, q, Dp, one, block, p);
       merge(total, one, t.rows, Dp);
     }
     write_rows<T>(a, t, total, Dp);

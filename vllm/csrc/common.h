@@ -12,6 +12,7 @@
 #include <limits>
 #include <new>
 #include <type_traits>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -46,7 +47,7 @@ enum Dtype { FP32 = 0, BF16 = 1, FP16 = 2 };
 template <class V> INLINE V load_bits(const void* p) { V v; std::memcpy(&v, p, sizeof(V)); return v; }
 template <class V> INLINE void store_bits(void* p, V v) { std::memcpy(p, &v, sizeof(V)); }
 
-INLINE vf splat(float x) { return vf{} + x; }
+INLINE vf splat(float x) { return x - vf{}; }  // folds to a broadcast; x + 0 would not
 
 INLINE vf fma(vf a, vf b, vf c) {
 #if defined(__AVX512F__) && defined(__AVX512BW__)
@@ -135,35 +136,71 @@ INLINE float max(vf v) {
   return s[0];
 }
 
-// exp by 2^n * p(r), r in [-ln2/2, ln2/2]: Taylor of degree 7, error about 1 ulp. Below -87.3 the result is 0
-// (so exp(-inf) is 0), above 88.7 inf; NaN stays NaN.
+INLINE vf at_least(vf low, vf x) {  // a NaN x stays
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  return _mm512_max_ps(low, x);
+#else
+  return low > x ? low : x;
+#endif
+}
+
+// exp(x) for x <= 88 by 2^n * p(r), r in [-ln2/2, ln2/2]: Taylor of degree 7, error about 1 ulp. Below -86 the result
+// is 0; NaN stays NaN.
 INLINE vf exp(vf x) {
   const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  vf c = x < splat(-87.3f) ? splat(-87.3f) : x;
-  c = c > splat(88.7f) ? splat(88.7f) : c;
+  vf c = at_least(splat(-86.0f), x);
   vf shifted = fma(c, splat(1.44269504f), magic);
   vf n = shifted - magic;
   vf r = fma(n, splat(-0.693145752f), c);
   r = fma(n, splat(-1.42860677e-6f), r);
-  vf p = splat(1.0f / 5040);
-  p = fma(p, r, splat(1.0f / 720));
+  vf p = fma(splat(1.0f / 5040), r, splat(1.0f / 720));
   p = fma(p, r, splat(1.0f / 120));
   p = fma(p, r, splat(1.0f / 24));
   p = fma(p, r, splat(1.0f / 6));
   p = fma(p, r, splat(0.5f));
   p = fma(p, r, splat(1.0f));
   p = fma(p, r, splat(1.0f));
-  // n = 128 does not fit one exponent: scale in two steps
-  vi e = __builtin_convertvector(n, vi);
-  vi half = e >> 1;
-  vf y = p * (vf)((half + 127) << 23) * (vf)((e - half + 127) << 23);
-  y = x < splat(-87.3f) ? vf{} : y;
-  y = x > splat(88.7f) ? splat(INF) : y;
-  return x == x ? y : x;
+  vf y = (vf)((vu)p + ((vu)shifted << 23));  // the low bits of `shifted` are n
+  return x < splat(-86.0f) ? vf{} : y;
+}
+
+INLINE vf silu(vf x) {
+  vf e = exp(x < splat(-88.0f) ? splat(88.0f) : x > splat(80.0f) ? splat(-80.0f) : -x);
+  return x / (1.0f + e);
+}
+
+// The halves of 32-bit words as floats.
+template <class T> INLINE vf low_half(vu words) {
+  if constexpr (std::is_same_v<T, bf16>) return (vf)(words << 16);
+  vh half = __builtin_convertvector(words, vh);
+  return load((const fp16*)&half);
+}
+template <class T> INLINE vf high_half(vu words) {
+  if constexpr (std::is_same_v<T, bf16>) return (vf)(words & 0xffff0000u);
+  return low_half<fp16>(words >> 16);
+}
+
+// Transposes a VL x VL matrix of 32-bit words held in registers: stage H exchanges bit H of row and column.
+template <int H, int... I> INLINE void transpose_stage(vu* m, std::integer_sequence<int, I...>) {
+  const vi low = {(I & H ? VL + I - H : I)...}, high = {(I & H ? VL + I : I + H)...};
+#pragma GCC unroll 16
+  for (int r = 0; r < VL; r++)
+    if (!(r & H)) {
+      vu a = m[r], b = m[r + H];
+      m[r] = __builtin_shuffle(a, b, low);
+      m[r + H] = __builtin_shuffle(a, b, high);
+    }
+}
+INLINE void transpose(vu (&m)[VL]) {
+  constexpr auto lanes = std::make_integer_sequence<int, VL>{};
+  transpose_stage<1>(m, lanes);
+  transpose_stage<2>(m, lanes);
+  if constexpr (VL > 4) transpose_stage<4>(m, lanes);
+  if constexpr (VL > 8) transpose_stage<8>(m, lanes);
 }
 
 // Runs fn(thread) on n threads of the process's one OpenMP pool.
-template <class F> INLINE void on_threads(int n, F&& fn) {
+template <class F> void on_threads(int n, F&& fn) {
   if (n <= 1) {
     fn(0);
     return;
@@ -173,7 +210,7 @@ template <class F> INLINE void on_threads(int n, F&& fn) {
 }
 
 // fn(begin, end) over [0, n) in one contiguous range a thread; `grain` items are too few to share.
-template <class F> INLINE void for_range(int threads, int64_t n, int64_t grain, F&& fn) {
+template <class F> void for_range(int threads, int64_t n, int64_t grain, F&& fn) {
   int64_t parts = (n + grain - 1) / grain;
   int used = (int)(parts < threads ? parts : threads);
   if (used <= 1) {
@@ -190,7 +227,7 @@ template <class F> INLINE void for_range(int threads, int64_t n, int64_t grain, 
 }
 
 // fn(task) over [0, n); threads take the next task when they are free.
-template <class F> INLINE void for_tasks(int threads, int64_t n, F&& fn) {
+template <class F> void for_tasks(int threads, int64_t n, F&& fn) {
   int used = (int)(n < threads ? n : threads);
   if (used <= 1) {
     for (int64_t i = 0; i < n; i++) fn(i);
@@ -218,7 +255,7 @@ struct Scratch {
   }
 };
 
-template <class F> INLINE void with_type(int dtype, F&& fn) {
+template <class F> void with_type(int dtype, F&& fn) {
   if (dtype == BF16) fn(bf16{});
   else if (dtype == FP16) fn(fp16{});
   else fn(0.0f);

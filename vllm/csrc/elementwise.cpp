@@ -59,7 +59,7 @@ void silu_and_mul(int64_t rows, int64_t D, const T* x, int64_t ldx, T* out, int6
     for (int64_t i = begin; i < end; i++)
       for_columns(D, [&](int64_t d, int n) {
         vf g = get(x + i * ldx + d, n), u = get(x + i * ldx + D + d, n);
-        put(out + i * ldo + d, round_to<T>(g / (1.0f + exp(-g))) * u, n);
+        put(out + i * ldo + d, round_to<T>(silu(g)) * u, n);
       });
   });
 }

@@ -13,50 +13,63 @@
 
 constexpr int NP_MAX = 4;  // panels of one tile
 
-template <class W> constexpr int64_t padded_k(int64_t K) { return sizeof(W) == 2 && std::is_same_v<W, bf16> ? (K + 1) / 2 * 2 : K; }
+template <class W> constexpr int64_t padded_k(int64_t K) { return std::is_same_v<W, bf16> ? (K + 1) / 2 * 2 : K; }
 constexpr int panels_of_tile(int rows) {
   int n = MR_MAX / rows;
   return n < 1 ? 1 : n > NP_MAX ? NP_MAX : n;
 }
 
+constexpr int PREFETCH = 2048;  // bytes ahead of the weights in use, over the panels of a tile
+
 template <class W, int MR, int NP>
-void tile_kernel(int64_t K, const float* __restrict a, int64_t lda, const W* __restrict b, int64_t panel,
-                 float* __restrict c, int64_t ldc, bool add) {
+__attribute__((noinline, noclone)) void tile_kernel(int64_t K, const float* a, int64_t lda, const W* b, int64_t panel,
+                                                    float* c, int64_t ldc, bool add) {
   vf acc[MR][NP * 2];
 #pragma GCC unroll 16
   for (int r = 0; r < MR; r++)
 #pragma GCC unroll 8
     for (int j = 0; j < NP * 2; j++) acc[r][j] = add ? load(c + r * ldc + j * VL) : vf{};
 
-  if constexpr (std::is_same_v<W, bf16>) {
-    for (int64_t k = 0; k < K; k += 2) {
+  // Rows in groups of three under one moving pointer, opaque to the compiler: it would keep a pointer a row and spill.
+  constexpr int GROUPS = (MR + 2) / 3;
+  const int64_t row = lda * 4;
+  const char* group[GROUPS];
+#pragma GCC unroll 4
+  for (int g = 0; g < GROUPS; g++) group[g] = (const char*)(a + g * 3 * lda);
+
+  // bf16 takes two k a turn, the halves of a word
+  constexpr int STEP = std::is_same_v<W, bf16> ? 2 : 1;
+  for (int64_t k = 0; k < K; k += STEP) {
+    const W* at = b + k * NR;
+#pragma GCC unroll 4
+    for (int p = 0; p < NP; p++)
+#pragma GCC unroll 4
+      for (int byte = 0; byte < STEP * NR * (int)sizeof(W); byte += 64)
+        __builtin_prefetch((const char*)(at + p * panel) + PREFETCH / NP + byte);
 #pragma GCC unroll 2
-      for (int odd = 0; odd < 2; odd++) {
-        vf w[NP * 2];
-#pragma GCC unroll 8
-        for (int j = 0; j < NP * 2; j++) {
-          vu pair = load_bits<vu>(b + (j / 2) * panel + k * NR + (j % 2) * VL * 2);
-          w[j] = (vf)(odd ? pair & 0xffff0000u : pair << 16);
-        }
-#pragma GCC unroll 16
-        for (int r = 0; r < MR; r++) {
-          vf x = splat(a[r * lda + k + odd]);
-#pragma GCC unroll 8
-          for (int j = 0; j < NP * 2; j++) acc[r][j] = fma(x, w[j], acc[r][j]);
-        }
-      }
-    }
-  } else {
-    for (int64_t k = 0; k < K; k++) {
+    for (int i = 0; i < STEP; i++) {
       vf w[NP * 2];
 #pragma GCC unroll 8
-      for (int j = 0; j < NP * 2; j++) w[j] = load(b + (j / 2) * panel + k * NR + (j % 2) * VL);
+      for (int j = 0; j < NP * 2; j++) {
+        const W* column = at + (j / 2) * panel + (j % 2) * VL * STEP;
+        if constexpr (STEP == 2) {
+          vu pair = load_bits<vu>(column);
+          w[j] = i ? high_half<bf16>(pair) : low_half<bf16>(pair);
+        } else {
+          w[j] = load(column);
+        }
+      }
 #pragma GCC unroll 16
       for (int r = 0; r < MR; r++) {
-        vf x = splat(a[r * lda + k]);
+        vf x = splat(*(const float*)(group[r / 3] + r % 3 * row + i * 4));
 #pragma GCC unroll 8
         for (int j = 0; j < NP * 2; j++) acc[r][j] = fma(x, w[j], acc[r][j]);
       }
+    }
+#pragma GCC unroll 4
+    for (int g = 0; g < GROUPS; g++) {
+      group[g] += STEP * 4;
+      asm("" : "+r"(group[g]));
     }
   }
 #pragma GCC unroll 16
@@ -65,20 +78,26 @@ void tile_kernel(int64_t K, const float* __restrict a, int64_t lda, const W* __r
     for (int j = 0; j < NP * 2; j++) store(c + r * ldc + j * VL, acc[r][j]);
 }
 
-// Any rows in 1..MR_MAX and panels in 1..panels_of_tile(rows); K is padded_k.
-template <class W, int MR = MR_MAX, int NP = panels_of_tile(MR)>
+template <class W> struct Kernels {
+  void (*at[MR_MAX][NP_MAX])(int64_t, const float*, int64_t, const W*, int64_t, float*, int64_t, bool) = {};
+  template <int R, int P> constexpr void fill() {
+    at[R - 1][P - 1] = tile_kernel<W, R, P>;
+    if constexpr (P > 1) fill<R, P - 1>();
+    else if constexpr (R > 1) fill<R - 1, panels_of_tile(R - 1)>();
+  }
+};
+template <class W> const Kernels<W>& kernels();  // in kernels.cpp
+
+// C[rows][panels * NR], overwritten or added to, for rows in 1..MR_MAX and panels in 1..panels_of_tile(rows); K is
+// padded_k and `panel` the distance of two panels.
+template <class W>
 INLINE void tile(int rows, int panels, int64_t K, const float* a, int64_t lda, const W* b, int64_t panel, float* c,
                  int64_t ldc, bool add) {
-  if (rows == MR) {
-    if (panels == NP) tile_kernel<W, MR, NP>(K, a, lda, b, panel, c, ldc, add);
-    else if constexpr (NP > 1) tile<W, MR, NP - 1>(rows, panels, K, a, lda, b, panel, c, ldc, add);
-  } else if constexpr (MR > 1) {
-    tile<W, MR - 1>(rows, panels, K, a, lda, b, panel, c, ldc, add);
-  }
+  kernels<W>().at[rows - 1][panels - 1](K, a, lda, b, panel, c, ldc, add);
 }
 
 // Splits `rows` into tiles of nearly equal height: fn(first row, rows).
-template <class F> INLINE void for_tiles(int64_t rows, F&& fn) {
+template <class F> void for_tiles(int64_t rows, F&& fn) {
   int64_t n = (rows + MR_MAX - 1) / MR_MAX;
   for (int64_t i = 0; i < n; i++) {
     int64_t r0 = rows * i / n, r1 = rows * (i + 1) / n;

@@ -42,7 +42,7 @@ template <class T, class O> INLINE void store_row(O* out, const float* c, const 
 
 // All tiles of rows [0, rows) x panels [p0, p1): done(first row, rows, first panel, panels, c, ldc).
 template <class W, class Done>
-INLINE void gemm_block(int64_t rows, const float* a, int64_t lda, int64_t K, const W* w, int64_t p0, int64_t p1,
+void gemm_block(int64_t rows, const float* a, int64_t lda, int64_t K, const W* w, int64_t p0, int64_t p1,
                        Done&& done) {
   int64_t Kp = padded_k<W>(K), panel = Kp * NR;
   int64_t tiles = (rows + MR_MAX - 1) / MR_MAX;
@@ -51,7 +51,7 @@ INLINE void gemm_block(int64_t rows, const float* a, int64_t lda, int64_t K, con
   for (int64_t p = p0; p < p1; p += group) {
     int np = (int)(p1 - p < group ? p1 - p : group);
     for_tiles(rows, [&](int64_t r0, int mr) {
-      tile<W>(mr, np, Kp, a + r0 * lda, lda, w + p * panel, panel, c, (int64_t)np * NR, false);
+      tile(mr, np, Kp, a + r0 * lda, lda, w + p * panel, panel, c, (int64_t)np * NR, false);
       done(r0, mr, p, np, c, (int64_t)np * NR);
     });
   }
@@ -111,11 +111,12 @@ template <class T> void unpack_row(int64_t K, const T* w, int64_t n, T* out) {
 }
 
 // T tokens with `slots` experts each. w13: [E][gate panels, up panels], w2: [E][panels]. See fused_experts in Python.
-template <class T, class Id>
+template <class T>
 int experts(int64_t tokens, int64_t slots, int64_t E, int64_t I, int64_t D, const T* x, int64_t ldx, const T* w13,
-            const T* w2, const Id* ids, const float* weights, T* out, int64_t ldo, int threads) {
+            const T* w2, const void* ids, bool wide_ids, const float* weights, T* out, int64_t ldo, int threads) {
+  auto id_at = [&](int64_t i) { return wide_ids ? ((const int64_t*)ids)[i] : (int64_t)((const int32_t*)ids)[i]; };
   for (int64_t i = 0; i < tokens * slots; i++)
-    if (ids[i] < -1 || ids[i] >= E) return 1;
+    if (id_at(i) < -1 || id_at(i) >= E) return 1;
   int64_t i_panels = (I + NR - 1) / NR, d_panels = (D + NR - 1) / NR;
   int64_t w13_panel = padded_k<T>(D) * NR, w2_panel = padded_k<T>(I) * NR;
   int64_t ldh = i_panels * NR, ldy = d_panels * NR;
@@ -125,7 +126,6 @@ int experts(int64_t tokens, int64_t slots, int64_t E, int64_t I, int64_t D, cons
   step = step < 1 ? 1 : step;
   for (int64_t t0 = 0; t0 < tokens; t0 += step) {
     int64_t nt = tokens - t0 < step ? tokens - t0 : step, n = nt * slots;
-    const Id* id = ids + t0 * slots;
     const float* wt = weights + t0 * slots;
     int64_t index_bytes = ((2 * n + 2 * (E + 1)) * 8 + 63) / 64 * 64, h_bytes = (n * ldh * sizeof(T) + 63) / 64 * 64;
     char* mem = pair_scratch.get<char>(index_bytes + h_bytes + n * ldy * 4);
@@ -138,11 +138,12 @@ int experts(int64_t tokens, int64_t slots, int64_t E, int64_t I, int64_t D, cons
 
     std::memset(first, 0, (E + 1) * 8);
     for (int64_t i = 0; i < n; i++)
-      if (id[i] >= 0) first[id[i] + 1]++;
+      if (int64_t id = id_at(t0 * slots + i); id >= 0) first[id + 1]++;
     for (int64_t e = 0; e < E; e++) first[e + 1] += first[e];
     std::memcpy(cursor, first, (E + 1) * 8);
     for (int64_t i = 0; i < n; i++) {
-      place[i] = id[i] < 0 ? -1 : cursor[id[i]]++;
+      int64_t id = id_at(t0 * slots + i);
+      place[i] = id < 0 ? -1 : cursor[id]++;
       if (place[i] >= 0) order[place[i]] = i;
     }
 
@@ -170,12 +171,12 @@ int experts(int64_t tokens, int64_t slots, int64_t E, int64_t I, int64_t D, cons
       float* up = gate + MR_MAX * NR;
       for (int64_t p = p0; p < p1; p++)
         for_tiles(rows, [&](int64_t r0, int mr) {
-          tile<T>(mr, 1, padded_k<T>(D), a + r0 * lda, lda, we + p * w13_panel, w13_panel, gate, NR, false);
-          tile<T>(mr, 1, padded_k<T>(D), a + r0 * lda, lda, we + (i_panels + p) * w13_panel, w13_panel, up, NR, false);
+          tile(mr, 1, padded_k<T>(D), a + r0 * lda, lda, we + p * w13_panel, w13_panel, gate, NR, false);
+          tile(mr, 1, padded_k<T>(D), a + r0 * lda, lda, we + (i_panels + p) * w13_panel, w13_panel, up, NR, false);
           for (int r = 0; r < mr; r++)
             for (int j = 0; j < NR; j += VL) {
               vf g = round_to<T>(load(gate + r * NR + j)), u = round_to<T>(load(up + r * NR + j));
-              store(h + (s + r0 + r) * ldh + p * NR + j, round_to<T>(g / (1.0f + exp(-g))) * u);
+              store(h + (s + r0 + r) * ldh + p * NR + j, round_to<T>(silu(g)) * u);
             }
         });
     });
@@ -244,12 +245,8 @@ EXPORT int vc_fused_experts(int dtype, int wide_ids, int64_t tokens, int64_t slo
   int rc = 0;
   with_type(dtype, [&](auto t) {
     using T = decltype(t);
-    auto go = [&](auto* id) {
-      rc = experts(tokens, slots, E, I, D, (const T*)x, ldx, (const T*)w13, (const T*)w2, id, weights, (T*)out, ldo,
-                   threads);
-    };
-    if (wide_ids) go((const int64_t*)ids);
-    else go((const int32_t*)ids);
+    rc = experts(tokens, slots, E, I, D, (const T*)x, ldx, (const T*)w13, (const T*)w2, ids, wide_ids, weights, (T*)out,
+                 ldo, threads);
   });
   return rc;
 }
