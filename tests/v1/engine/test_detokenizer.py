@@ -65,7 +65,11 @@ def pieces(tokenizer, prompt, output, skip=True) -> list[str]:
 
 def at_once(tokenizer, prompt, output, skip=True) -> str:
     _, decode = decoder_of(tokenizer, skip=skip)
-    text = decode([*prompt, *output])[len(decode(list(prompt)).rstrip("\ufffd")) :]
+    text = decode([*prompt, *output])
+    before = decode(list(prompt))
+    while not text.startswith(before):
+        before = before[:-1]
+    text = text[len(before) :]
     num_open = len(text) - len(text.rstrip("\ufffd"))
     return text[: len(text) - min(num_open, 3)]
 

@@ -27,6 +27,13 @@ def make_decode(tokenizer: Any, params: SamplingParams) -> Callable[[Sequence[in
     )
 
 
+def _num_equal(first: str, second: str) -> int:
+    """The length of the common prefix."""
+    return next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
+
+
 class IncrementalDecoder:
     """Gives the text of prompt and output, less the text of the prompt, piece by piece, in whole characters.
 
@@ -45,14 +52,17 @@ class IncrementalDecoder:
             text = decode(self._window)
             if text and not text.startswith(_REPLACEMENT):
                 break
-        self._num_shown = len(text.rstrip(_REPLACEMENT))
+        self._num_shown = len(text)
+        self._open_prompt: str | None = None
         if text.endswith(_REPLACEMENT):
-            # A character open at the prompt's end can make replacements of all the bytes before it.
-            shorter = [decode(self._window[:-size]) for size in range(1, _CHARACTER_BYTES)]
-            self._num_shown = max(self._num_shown, *(len(text.rstrip(_REPLACEMENT)) for text in shorter))
+            # Either the prompt ends inside a character, which may turn all the bytes before it to replacements, or
+            # with a replacement character of its own: the next tokens show which.
+            self._open_prompt = text
+            starts = [decode(self._window[: len(self._window) - size]) for size in range(_CHARACTER_BYTES)]
+            self._num_shown = max(len(start.rstrip(_REPLACEMENT)) for start in starts)
         self._num_open_tokens = 0
         self._last_piece = 0
-        self._next_piece = len(self._window)
+        self._next_piece = 0 if self._open_prompt else len(self._window)
 
     def add(self, token_ids: Sequence[int], finished: bool = False) -> str:
         """The text that ``token_ids`` add. What is still incomplete when ``finished`` is dropped."""
@@ -64,8 +74,13 @@ class IncrementalDecoder:
         if finished or self._num_open_tokens >= _CHARACTER_BYTES:
             held = min(num_open, _CHARACTER_BYTES - 1)
         end = len(text) - held
+        if self._open_prompt is not None:
+            unchanged = _num_equal(self._open_prompt, text)
+            self._num_shown = max(self._num_shown, min(unchanged, end))
         piece = text[self._num_shown : end]
         self._num_shown = max(self._num_shown, end)
+        if piece:
+            self._open_prompt = None
         if finished:
             return piece
         if piece and not num_open:
