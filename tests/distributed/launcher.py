@@ -203,9 +203,6 @@ def _serve(settings: dict[str, Any]) -> None:
         error = ""
         try:
             importlib.import_module(module)
-            if poison:
-                torch.use_deterministic_algorithms(True)  # imports much; the ranks need not repeat it
-                torch.use_deterministic_algorithms(False)
         except BaseException:
             error = traceback.format_exc()
         if error:
@@ -295,7 +292,7 @@ def _be_rank(
     import torch
 
     if poison:
-        torch.use_deterministic_algorithms(True)
+        torch.set_deterministic_debug_mode("error")
         torch.utils.deterministic.fill_uninitialized_memory = True
     try:
         function, args = pickle.loads(call)

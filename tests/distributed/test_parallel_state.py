@@ -266,6 +266,12 @@ def test_exchange_equals_one_rank(tp: int, dp: int, policies: str) -> None:
 
 
 @multiprocess
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_case_11_expert_parallelism_on_cpu(dtype: torch.dtype) -> None:
+    launcher.run_ranks(_exchange, 4, 1, 4, [3, 0, 2, 4], dtype, NEVER, 0, poison=True)
+
+
+@multiprocess
 def test_a_moe_layer_costs_one_gather_and_one_reduce_scatter() -> None:
     row = HIDDEN * 4 + TOPK * 8
     for rank, cost in enumerate(launcher.run_ranks(_exchange, 4, 2, 2, [26, 30], torch.float32, NEVER, 0)):

@@ -29,6 +29,9 @@ class CollectiveError(RuntimeError):
         super().__init__(message)
         self.record = record
 
+    def __reduce__(self) -> tuple[type[CollectiveError], tuple[str, CollectiveRecord]]:
+        return CollectiveError, (str(self), self.record)
+
 
 @dataclass(frozen=True, slots=True)
 class CollectiveRecord:

@@ -31,8 +31,12 @@ from vllm.platforms import Platform
 logger = init_logger(__name__)
 
 
+# Ranks may come to the rendezvous this far apart: they import and look for devices before it.
+_RENDEZVOUS_S = 120.0
+
+
 def collective_timeout() -> timedelta:
-    """The deadline of every collective and rendezvous (``VLLM_COLLECTIVE_TIMEOUT_S``)."""
+    """The deadline of every collective of every group (``VLLM_COLLECTIVE_TIMEOUT_S``)."""
     return timedelta(seconds=envs.VLLM_COLLECTIVE_TIMEOUT_S)
 
 
@@ -276,7 +280,7 @@ def init_distributed_environment(
                 init_method=distributed_init_method,
                 world_size=world_size,
                 rank=rank,
-                timeout=collective_timeout(),
+                timeout=max(collective_timeout(), timedelta(seconds=_RENDEZVOUS_S)),
             )
             _owns_default_group = True
         if (dist.get_world_size(), dist.get_rank()) != (world_size, rank):
@@ -376,7 +380,7 @@ def destroy_model_parallel() -> None:
 
 
 def destroy_distributed_environment() -> None:
-    """Drop all groups, and the default process group where this module made it. No collective is involved."""
+    """Drop all groups, and the default process group where this module made it."""
     global _owns_default_group, _platform
     destroy_model_parallel()
     if "world" in _groups:

@@ -43,8 +43,25 @@ SEQUENCE_PARALLEL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
+class DispatchRoute:
+    """How the rows travelled, for the way back.
+
+    Attributes:
+        sizes: rows from each rank of the gather's group, in rank order; None where nothing was gathered.
+        is_sequence_parallel: gathered in slices over EP, not in wholes over DP.
+        num_tokens_padded: N, the rows that ``combine`` returns.
+        first_row: where this DP rank's rows begin among the R.
+    """
+
+    sizes: tuple[int, ...] | None
+    is_sequence_parallel: bool
+    num_tokens_padded: int
+    first_row: int
+
+
+@dataclass(frozen=True)
 class DispatchedTokens:
-    """What the experts of this rank compute on, and the record that ``combine`` needs to send results back.
+    """What the experts of this rank compute on, and the route by which ``combine`` sends results back.
 
     Attributes:
         hidden_states: ``[R, H]``.
@@ -52,10 +69,6 @@ class DispatchedTokens:
             ``dispatch_router_logits``.
         router_logits: ``[R, E]`` after ``dispatch_router_logits``, else None.
         is_pad: bool ``[R]`` after ``dispatch_router_logits``, True for rows that must not be routed; else None.
-        sizes: rows from each rank of the gather's group, in rank order; None where nothing was gathered.
-        is_sequence_parallel: gathered in slices over EP, not in wholes over DP.
-        num_tokens_padded: N, the rows that ``combine`` returns.
-        first_row: where this DP rank's rows begin among the R.
     """
 
     hidden_states: torch.Tensor
@@ -63,10 +76,7 @@ class DispatchedTokens:
     topk_ids: torch.Tensor | None
     router_logits: torch.Tensor | None
     is_pad: torch.Tensor | None
-    sizes: tuple[int, ...] | None
-    is_sequence_parallel: bool
-    num_tokens_padded: int
-    first_row: int
+    route: DispatchRoute
 
 
 class AgRsAll2AllManager:
@@ -116,10 +126,10 @@ class AgRsAll2AllManager:
             topk_ids: ``[N, K]`` global expert ids, int32 or int64; -1 on padding rows, weight 0 there.
             num_tokens_across_dp: N of every DP rank, agreed for this step; None reads the forward context's.
         """
-        (hidden, weights, ids), *how = self._gather(
+        (hidden, weights, ids), route = self._gather(
             (hidden_states, topk_weights, topk_ids), (0, 0, -1), num_tokens_across_dp
         )
-        return DispatchedTokens(hidden, weights, ids, None, None, *how)
+        return DispatchedTokens(hidden, weights, ids, None, None, route)
 
     def dispatch_router_logits(
         self,
@@ -136,10 +146,10 @@ class AgRsAll2AllManager:
         """
         if is_pad is None:
             is_pad = torch.zeros(hidden_states.shape[0], dtype=torch.bool, device=hidden_states.device)
-        (hidden, logits, pad), *how = self._gather(
+        (hidden, logits, pad), route = self._gather(
             (hidden_states, router_logits, is_pad), (0, 0, True), num_tokens_across_dp
         )
-        return DispatchedTokens(hidden, None, None, logits, pad, *how)
+        return DispatchedTokens(hidden, None, None, logits, pad, route)
 
     def combine(
         self, expert_output: torch.Tensor, dispatched: DispatchedTokens, tp_partial: torch.Tensor | None = None
@@ -158,20 +168,20 @@ class AgRsAll2AllManager:
         assert expert_output.shape[0] == dispatched.hidden_states.shape[0], (
             f"{expert_output.shape[0]} output rows for {dispatched.hidden_states.shape[0]} dispatched rows"
         )
-        num_tokens = dispatched.num_tokens_padded
+        route = dispatched.route
         if tp_partial is not None:
             expert_output = expert_output.clone()
-            expert_output[dispatched.first_row : dispatched.first_row + num_tokens] += tp_partial
-        if dispatched.sizes is None:
+            expert_output[route.first_row : route.first_row + route.num_tokens_padded] += tp_partial
+        if route.sizes is None:
             return self.tp.all_reduce(expert_output)
         if self.barrier:
             self.ep.barrier()
-        if dispatched.is_sequence_parallel:
-            own_S = self.ep.reduce_scatterv(expert_output, 0, dispatched.sizes)
-            return self.tp.all_gather(own_S, 0)[:num_tokens]
+        if route.is_sequence_parallel:
+            own_S = self.ep.reduce_scatterv(expert_output, 0, route.sizes)
+            return self.tp.all_gather(own_S, 0)[: route.num_tokens_padded]
         copies = self.tp.world_size
-        to_each_tp_rank = [rows for rows in expert_output.split(list(dispatched.sizes)) for _ in range(copies)]
-        sizes = [size for size in dispatched.sizes for _ in range(copies)]
+        to_each_tp_rank = [rows for rows in expert_output.split(list(route.sizes)) for _ in range(copies)]
+        sizes = [size for size in route.sizes for _ in range(copies)]
         return self.ep.reduce_scatterv(torch.cat(to_each_tp_rank), 0, sizes)
 
     def _gather(
@@ -179,14 +189,11 @@ class AgRsAll2AllManager:
         tensors: tuple[torch.Tensor, ...],
         pad_values: tuple[int | bool, ...],
         num_tokens_across_dp: Sequence[int] | None,
-    ) -> tuple[Sequence[torch.Tensor], tuple[int, ...] | None, bool, int, int]:
-        """The rows of all DP ranks in one collective, and the record's last four fields.
-
-        A slice that is short of rows is padded with ``pad_values``.
-        """
+    ) -> tuple[Sequence[torch.Tensor], DispatchRoute]:
+        """The rows of all DP ranks in one collective; a slice that is short of rows is padded with ``pad_values``."""
         rows = tensors[0].shape[0]
         if not self.exchanges_tokens:
-            return tensors, None, False, rows, 0
+            return tensors, DispatchRoute(None, False, rows, 0)
         if num_tokens_across_dp is None:
             metadata = forward_context.get_forward_context().dp_metadata
             assert metadata is not None, "DP with expert parallelism needs dp_metadata in the forward context"
@@ -214,7 +221,7 @@ class AgRsAll2AllManager:
         if self.barrier:
             group.barrier()
         gathered = group.all_gatherv(list(tensors), 0, sizes)
-        return gathered, sizes, sequence_parallel, rows, first_row
+        return gathered, DispatchRoute(sizes, sequence_parallel, rows, first_row)
 
 
 def _padded_slice(x: torch.Tensor, begin: int, end: int, rows: int, value: int | bool) -> torch.Tensor:
