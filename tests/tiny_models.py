@@ -86,7 +86,10 @@ def checkpoint(name: str, seed: int = 0) -> str:
 
 @functools.cache
 def reference_model(name: str, seed: int = 0) -> Any:
-    return AutoModelForCausalLM.from_pretrained(checkpoint(name, seed), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(checkpoint(name, seed), dtype=torch.float32).eval()
+    # Generation runs through end tokens, as with ignore_eos; min_new_tokens would forbid them instead.
+    model.generation_config.eos_token_id = None
+    return model
 
 
 @functools.cache
@@ -105,7 +108,6 @@ def greedy(name: str, prompt_ids: tuple[int, ...], num_tokens: int, seed: int = 
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=num_tokens,
-            min_new_tokens=num_tokens,
             do_sample=False,
             pad_token_id=0,
         )
