@@ -32,7 +32,7 @@ logger = init_logger(__name__)
 # Upstream's arguments (release 0.33, and two older ones that scripts still pass) that this engine does not have, each
 # with the values that ask for nothing it lacks.
 _OFF = (False, None)
-_NOTHING = (None, "", 0, {}, [], set())
+_NOTHING: tuple[Any, ...] = (None, "", 0, {}, [], set())
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "runner": ("auto", "generate"),
     "convert": ("auto", "none"),
@@ -264,7 +264,7 @@ class EngineArgs:
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 kv_cache_memory_bytes=self.kv_cache_memory_bytes,
                 num_gpu_blocks_override=self.num_gpu_blocks_override,
-                enable_prefix_caching=self.enable_prefix_caching is not False,
+                enable_prefix_caching=self._prefix_caching(model_config),
                 cache_dtype=self.kv_cache_dtype,
             ),
             parallel_config=ParallelConfig(
@@ -284,6 +284,12 @@ class EngineArgs:
         return hf.get_generation_config(
             path, self.generation_config, self.override_generation_config, model_config.hf_config
         )
+
+    def _prefix_caching(self, model_config: ModelConfig) -> bool:
+        if model_config.is_hybrid and self.enable_prefix_caching is not False:
+            logger.info("prefix caching is off: cached blocks cannot bring back the recurrent state of this model")
+            return False
+        return self.enable_prefix_caching is not False
 
     def _scheduler_config(self, max_model_len: int) -> SchedulerConfig:
         """A limit that was not given gives way to one that was."""

@@ -44,7 +44,7 @@ def render_chat(
     chat_template_content_format: str = "auto",
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
-    tools: list[dict[str, Any]] | None = None,
+    tools: list[Any] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> TokensPrompt:
     """The prompt that the chat template makes of ``conversation``.
@@ -63,7 +63,7 @@ def render_chat(
     keep_parts = chat_template_content_format == "openai"
     messages = [_message(message, keep_parts) for message in conversation]
     try:
-        text = tokenizer.apply_chat_template(
+        text: Any = tokenizer.apply_chat_template(
             messages,
             tools=tools,
             chat_template=template,

@@ -75,6 +75,8 @@ def parse_prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
 def _token_ids(values: Any) -> list[int]:
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
         raise TypeError(f"prompt_token_ids is a {type(values).__name__}; give a list of integers")
+    if all(type(value) is int for value in values):
+        return list(values)
     wrong = [value for value in values if not isinstance(value, Integral) or isinstance(value, bool)]
     if wrong:
         raise TypeError(f"prompt_token_ids holds {wrong[0]!r}; give a list of integers")

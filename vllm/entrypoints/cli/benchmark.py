@@ -48,7 +48,8 @@ class ModelCost:
     @classmethod
     def of(cls, llm: LLM) -> ModelCost:
         engine, model_config = llm.llm_engine, llm.model_config
-        sizes = {s.name: math.prod(s.shape) for s in engine.worker.runner.model.weight_specs() if not s.optional}
+        model: Any = engine.worker.runner.model
+        sizes = {spec.name: math.prod(spec.shape) for spec in model.weight_specs() if not spec.optional}
         experts = sum(size for name, size in sizes.items() if re.search(r"\.experts\.\d+\.", name))
         embedding = sum(size for name, size in sizes.items() if name.endswith("embed_tokens.weight"))
         head = sum(size for name, size in sizes.items() if name.endswith("lm_head.weight"))

@@ -110,7 +110,7 @@ def _variables() -> dict[str, str]:
 
 
 def _table(collected: dict[str, dict[str, Any]]) -> str:
-    lines = []
+    lines: list[str] = []
     for section, values in collected.items():
         lines += ["", section] if lines else [section]
         for name, value in values.items():
