@@ -90,8 +90,11 @@ def get_hf_text_config(config: PretrainedConfig) -> PretrainedConfig:
 def get_architecture(config: PretrainedConfig) -> str:
     """The registry's name of the text model of ``config``.
 
-    A multimodal checkpoint is named by its text part: X5ForConditionalGeneration holds an X5ForCausalLM.
+    A multimodal checkpoint keeps its name where that is registered, for the names of its weights; otherwise it is named
+    by its text part: X5ForConditionalGeneration holds an X5ForCausalLM.
     """
+    from vllm.model_executor.models.registry import ModelRegistry
+
     text = get_hf_text_config(config)
     names = getattr(text, "architectures", None) or getattr(config, "architectures", None)
     if not names:
@@ -99,7 +102,7 @@ def get_architecture(config: PretrainedConfig) -> str:
             f"the config of type {config.model_type!r} names no architecture; add \"architectures\" to config.json or "
             "give hf_overrides={'architectures': [...]}"
         )
-    if text is not config:
+    if text is not config and names[0] not in ModelRegistry.get_supported_archs():
         return names[0].replace("ForConditionalGeneration", "ForCausalLM")
     return names[0]
 

@@ -130,10 +130,32 @@ def read_safetensors(files: Sequence[Path]) -> list[StoredTensor]:
             header = json.loads(stream.read(header_size))
         header.pop("__metadata__", None)
         tensors += [
-            _stored(name, entry, file, 8 + header_size)
+            _stored(part, part_entry, file, 8 + header_size)
             for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"])
+            for part, part_entry in _unstack_experts(name, entry)
         ]
     return tensors
+
+
+def _unstack_experts(name: str, entry: dict) -> Iterator[tuple[str, dict]]:
+    """The header entries of each expert where ``entry`` stacks them all: ``….experts.gate_up_proj`` [E, 2·I, H] and
+    ``….experts.down_proj`` [E, H, I] (Qwen3.5); of ``entry`` itself otherwise. So a rank reads its own experts only."""
+    stack, _, kind = name.rpartition(".")
+    if not stack.endswith(".experts") or kind not in ("gate_up_proj", "down_proj") or len(entry["shape"]) != 3:
+        yield name, entry
+        return
+    parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+    (num_experts, rows, cols), (begin, end) = entry["shape"], entry["data_offsets"]
+    size = (end - begin) // (num_experts * len(parts))
+    for index in range(num_experts * len(parts)):
+        yield (
+            f"{stack}.{index // len(parts)}.{parts[index % len(parts)]}.weight",
+            {
+                **entry,
+                "shape": [rows // len(parts), cols],
+                "data_offsets": [begin + index * size, begin + (index + 1) * size],
+            },
+        )
 
 
 def _stored(name: str, entry: dict, file: Path, data_start: int) -> StoredTensor:

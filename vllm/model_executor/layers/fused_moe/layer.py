@@ -130,10 +130,13 @@ class FusedMoE(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor, tp_partial: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """``tp_partial`` [T, hidden]: a shared expert's share, partial over TP, that rides in the combine's sum."""
+        """``tp_partial`` [T, hidden]: a shared expert's share, partial over TP, that rides in the combine's sum.
+        Its pad rows are set to 0."""
         forward_context.set_current_layer(self.layer_name)
         plan = forward_context.get_forward_context().batch_plan
         weights, ids = select_experts(router_logits, self.top_k, self.renormalize, plan.num_tokens_unpadded)
+        if tp_partial is not None:
+            tp_partial[plan.num_tokens_unpadded :] = 0
         ep = get_ep_group()
         sent = ep.dispatch(hidden_states, weights, ids)
         return ep.combine(self.experts(sent.hidden_states, sent.topk_weights, sent.topk_ids), sent, tp_partial)
