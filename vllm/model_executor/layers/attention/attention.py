@@ -12,6 +12,12 @@ from vllm.v1.attention.backends.registry import get_attn_backend
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 
 
+def zero_padding_rows(output: torch.Tensor, num_actual_tokens: int) -> None:
+    """Set the rows of output [T, ...] from ``num_actual_tokens`` on to exactly 0; only those, and in place."""
+    if num_actual_tokens < output.shape[0]:
+        output[num_actual_tokens:].zero_()
+
+
 class Attention(nn.Module):
     """Causal self-attention over the paged cache: query [T, H·D], key and value [T, J·D] → [T, H·D].
 
@@ -62,6 +68,5 @@ class Attention(nn.Module):
             metadata,
             output,
         )
-        if metadata.num_actual_tokens < num_tokens_padded:
-            output[metadata.num_actual_tokens :].zero_()
+        zero_padding_rows(output, metadata.num_actual_tokens)
         return output.view(num_tokens_padded, -1)
