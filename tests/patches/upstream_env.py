@@ -14,8 +14,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from upstream_releases import CACHE
@@ -80,43 +80,45 @@ def shared_files() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
-@contextmanager
-def clean_machine() -> Iterator[None]:
-    """Take away the /dev/shm files that a run leaves: a crashed upstream run's would make the next one fail."""
-    before = shared_files()
-    try:
-        yield
-    finally:
-        for name in shared_files() - before:
-            Path("/dev/shm", name).unlink(missing_ok=True)
+def _shared_files_of(session: int) -> set[str]:
+    """Names in /dev/shm that processes of this session hold open or mapped."""
+    names: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it may end at any moment
+            if os.getsid(int(process.name)) == session:
+                held = [line.split(maxsplit=5)[-1] for line in (process / "maps").read_text().splitlines()]
+                held += [os.readlink(handle) for handle in (process / "fd").iterdir()]
+                names.update(Path(path).name for path in held if path.startswith("/dev/shm/"))
+    return names & shared_files()
 
 
 def run(view: Path, script: str, *args: str, timeout: float, **env: str) -> tuple[int, str]:
-    """Exit status and output of ``on_upstream/script`` on a view; every process it started is gone afterwards.
+    """Exit status and output of ``on_upstream/script`` on a view; -9 where it ran past ``timeout`` seconds.
 
-    The status is -9 where it ran past ``timeout`` seconds.
+    Every process that it started is gone afterwards, and so is what it had in /dev/shm: the files that a crashed
+    upstream run leaves there make the next one fail.
     """
     command = [str(ENV / "bin" / "python"), str(SCRIPTS / script), *args]
     path = os.pathsep.join([str(view), str(SCRIPTS)])
     base = {key: value for key, value in os.environ.items() if not key.startswith(("VLLM_", "PYTHON"))}
-    whole = {
-        **base,
-        "PYTHONPATH": path,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        **env,
-    }
-    with clean_machine(), tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, env=whole, stdout=log, stderr=log, start_new_session=True)
+    fixed = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    held: set[str] = set()
+    deadline = time.monotonic() + timeout
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            command, env={**base, **fixed, **env}, stdout=log, stderr=log, start_new_session=True
+        )
         try:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout)
+            while process.poll() is None and time.monotonic() < deadline:
+                held |= _shared_files_of(process.pid)
+                time.sleep(0.5)
         finally:
             # The whole session: engine cores and workers are grandchildren.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            for name in held & shared_files():
+                Path("/dev/shm", name).unlink(missing_ok=True)
         log.seek(0)
         return process.returncode, log.read()
 

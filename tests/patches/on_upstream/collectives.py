@@ -209,7 +209,12 @@ def worker(rank: int, dp: int, tp: int, ep: bool, store: str, results: Any) -> N
 
 def main() -> None:
     dp, tp, ep = (int(arg) for arg in sys.argv[1:])
-    context = mp.get_context("spawn")
+    import vllm.distributed.device_communicators.all2all
+    import vllm.distributed.device_communicators.xpu_communicator
+    import vllm.v1.worker.dp_utils
+    import vllm.v1.worker.gpu.model_runner  # noqa: F401  Imported once, before the processes fork.
+
+    context = mp.get_context("fork")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         arguments = [(rank, dp, tp, bool(ep), f"{folder}/store", results) for rank in range(dp * tp)]
