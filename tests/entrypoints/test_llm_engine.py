@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -13,6 +14,7 @@ from engine_fakes import FakeWorker
 from vllm import LLM, LLMEngine, SamplingParams, TextPrompt, TokensPrompt
 from vllm.config import ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints import llm as llm_module
 from vllm.entrypoints.chat_utils import load_chat_template
 from vllm.sampling_params import RequestOutputKind
 
@@ -240,6 +242,22 @@ def test_interrupt_ends_the_call_after_the_step(llm: LLM, fake_worker: type[Fake
     assert idle(llm.llm_engine)
     assert token_ids(llm.generate([[5]], GREEDY, use_tqdm=False)) == [[6, 7, 8, 9]]
     assert llm.llm_engine.worker.finished >= {"0", "1"}, "the worker was told of the requests that ended"
+
+
+def test_interrupt_that_is_not_held_back_tears_the_step(llm: LLM, fake_worker: type[FakeWorker], monkeypatch):
+    """The fault that holding the signal back cures: the worker never ends the step that the scheduler counts on."""
+    ended = []
+
+    def interrupt(worker: FakeWorker, output) -> None:
+        if worker.num_steps == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        ended.append(worker.num_steps)
+
+    monkeypatch.setattr(fake_worker, "before_step", staticmethod(interrupt))
+    monkeypatch.setattr(llm_module, "_interrupts_between_steps", lambda: contextlib.nullcontext(lambda: None))
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1], [2]], SamplingParams(max_tokens=100, ignore_eos=True), use_tqdm=False)
+    assert ended == [0, 1]
 
 
 def test_second_interrupt_does_not_wait(llm: LLM, fake_worker: type[FakeWorker], monkeypatch):
