@@ -131,6 +131,26 @@ def test_sizes_that_do_not_fit_the_world_raise_on_every_rank() -> None:
         assert collectives == 0
 
 
+def _started_differently(name: str) -> str:
+    init_distributed_environment()
+    if name == "pad_dp_to_max" and own_rank() == 1:
+        os.environ["VLLM_DP_PAD_TO_MAX"] = "1"
+    sizes = (2, 1) if name == "tensor_parallel_size" and own_rank() == 0 else (1, 2)
+    with pytest.raises(ValueError) as caught:
+        initialize_model_parallel(*sizes, name == "enable_expert_parallel" and own_rank() == 0)
+    return str(caught.value)
+
+
+@multiprocess
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("tensor_parallel_size", [2, 1]), ("enable_expert_parallel", [True, False]), ("pad_dp_to_max", [False, True])],
+)
+def test_ranks_started_differently_are_refused_on_every_rank(name: str, values: list[Any]) -> None:
+    for message in launcher.run_ranks(_started_differently, 2, name):
+        assert message == f"{name} differs between the ranks: {values} by rank; start all of them alike"
+
+
 def test_contradicting_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "5")
     with pytest.raises(ValueError, match="rank 5 is outside a world of 1"):

@@ -145,6 +145,9 @@ def test_policies_of_the_platforms_and_their_variables(monkeypatch: pytest.Monke
     assert not POLICIES["xpu"].async_scheduling_with_dp_ep
     monkeypatch.setenv("VLLM_POLICIES", "xpu")
     assert CpuPlatform().policies == POLICIES["xpu"]
+    monkeypatch.setenv("VLLM_DP_PAD_TO_MAX", "0")
+    assert policies_of("cpu").pad_dp_to_max is False
+    monkeypatch.setenv("VLLM_DP_PAD_TO_MAX", "1")
     monkeypatch.setenv("VLLM_MOE_BARRIER", "0")
     assert policies_of("cpu").moe_barrier is False
     assert policies_of("cpu").pad_dp_to_max is True

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -118,6 +119,16 @@ class GroupCoordinator:
         if self.world_size > 1:
             with record_collective("cpu_barrier", self.unique_name, self.ranks, self.rank):
                 dist.barrier(group=self.cpu_group)
+
+    def wait_for_all(self, what: str, timeout_s: float) -> None:
+        """Wait until every rank has come here, for phases that take ranks very different times (``what``: loading).
+
+        Other collectives give up after ``VLLM_COLLECTIVE_TIMEOUT_S``; this one after ``timeout_s``, naming who is
+        missing.
+        """
+        if self.world_size > 1:
+            with record_collective(what, self.unique_name, self.ranks, self.rank):
+                dist.monitored_barrier(self.cpu_group, timedelta(seconds=timeout_s), wait_all_ranks=True)
 
     def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
         """A picklable object from group rank ``src``, over the CPU twin."""
@@ -322,13 +333,15 @@ def initialize_model_parallel(
     """Make the TP, DP and EP groups (see the module's text).
 
     Raises:
-        ValueError: the world is not TP x DP ranks; on every rank, before any communication.
+        ValueError: the world is not TP x DP ranks (on every rank, before any communication), or the ranks were started
+            with different sizes or policies (on every rank, before any group is made).
     """
     world = get_world_group()
     tp, dp = tensor_model_parallel_size, data_parallel_size
     check_world_size(world.world_size, tp, dp)
     if model_parallel_is_initialized():
         raise ValueError("the model parallel groups exist already: call destroy_model_parallel() first")
+    _check_same_on_all_ranks(world, tp, dp, enable_expert_parallel)
     layouts = {
         "tp": [[d * tp + t for t in range(tp)] for d in range(dp)],
         "dp": [[d * tp + t for d in range(dp)] for t in range(tp)],
@@ -339,6 +352,22 @@ def initialize_model_parallel(
     assert _platform is not None
     ep = _groups["ep"]
     ep.all2all_manager = AgRsAll2AllManager(ep, _groups["dp"], _groups["tp"], barrier=_platform.policies.moe_barrier)
+
+
+def _check_same_on_all_ranks(world: GroupCoordinator, tp: int, dp: int, enable_expert_parallel: bool) -> None:
+    """Sizes and policies decide which collectives run, so a rank that differs would hang the others."""
+    assert _platform is not None
+    settings = {
+        "tensor_parallel_size": tp,
+        "data_parallel_size": dp,
+        "enable_expert_parallel": enable_expert_parallel,
+        **asdict(_platform.policies),
+    }
+    everyones = world.all_gather_object(settings)
+    for name in settings:
+        values = [of[name] for of in everyones]
+        if any(value != values[0] for value in values):
+            raise ValueError(f"{name} differs between the ranks: {values} by rank; start all of them alike")
 
 
 def check_world_size(world_size: int, tensor_parallel_size: int, data_parallel_size: int) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,13 @@ class ParallelPolicies:
     ordered_sums: bool
 
 
+_VARIABLES = {
+    "pad_dp_to_max": "VLLM_DP_PAD_TO_MAX",
+    "moe_barrier": "VLLM_MOE_BARRIER",
+    "async_scheduling_with_dp_ep": "VLLM_ASYNC_SCHEDULING_WITH_DP_EP",
+    "ordered_sums": "VLLM_ORDERED_SUMS",
+}
+
 POLICIES: dict[str, ParallelPolicies] = {
     "cpu": ParallelPolicies("cpu", False, False, True, True),
     "cuda": ParallelPolicies("cuda", False, False, True, False),
@@ -48,11 +55,8 @@ def policies_of(device_type: str) -> ParallelPolicies:
     name = envs.VLLM_POLICIES or device_type
     if name not in POLICIES:
         raise ValueError(f"VLLM_POLICIES={name!r}: choose one of {sorted(POLICIES)}")
-    overrides: dict[str, Any] = {}
-    for field in fields(ParallelPolicies):
-        value = getattr(envs, f"VLLM_{field.name.upper()}", None)
-        if value is not None:
-            overrides[field.name] = value
+    values = {field: getattr(envs, variable, None) for field, variable in _VARIABLES.items()}
+    overrides: dict[str, Any] = {field: value for field, value in values.items() if value is not None}
     return replace(POLICIES[name], **overrides)
 
 
