@@ -245,11 +245,12 @@ class SamplingParams:
     @staticmethod
     def from_optional(**kwargs: Any) -> SamplingParams:
         """Like the constructor, but None means the default where None is no value of its own."""
-        defaults = {f.name: f.default for f in dataclasses.fields(SamplingParams)}
-        keeps_none = ("max_tokens",)
-        return SamplingParams(
-            **{k: defaults.get(k) if v is None and k not in keeps_none else v for k, v in kwargs.items()}
-        )
+        defaults = vars(_DEFAULTS)
+        given: dict[str, Any] = {
+            name: defaults.get(name) if value is None and name != "max_tokens" else value
+            for name, value in kwargs.items()
+        }
+        return SamplingParams(**given)
 
     def __repr__(self) -> str:
         shown = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}

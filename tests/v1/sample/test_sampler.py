@@ -133,6 +133,17 @@ def test_limits_beyond_the_first_selection(limits):
     assert_distributed(draws(logits, params, 15_000), probabilities)
 
 
+def test_the_ends_of_the_noise_pick_possible_tokens():
+    """0 and the largest number below 1, where the first and last tokens and blocks are impossible."""
+    weights = torch.zeros(2, 1000)
+    weights[:, [300, 301, 699]] = torch.tensor([1e-3, 1.0, 1e-12])
+    noise = torch.tensor([0.0, np.nextafter(1.0, 0.0)], dtype=torch.float64)
+    token_ids, found = topk_topp_sampler.random_choice(weights, noise)
+    assert token_ids[0] == 300
+    assert token_ids[1] in (301, 699)
+    assert found.all()
+
+
 def test_chi_square_would_notice():
     """The check itself: noise that is off by a little is rejected."""
     logits = torch.randn(50, generator=torch.Generator().manual_seed(50)) * 2

@@ -33,7 +33,7 @@ class _Completion:
         self.text_at_end = not params.stop and params.output_kind is RequestOutputKind.FINAL_ONLY
         self.token_ids: list[int] = []
         self.logprobs: SampleLogprobs | None = None if params.logprobs is None else []
-        self.cumulative_logprob = None if params.logprobs is None else 0.0
+        self.cumulative_logprob: float | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self._num_text_sent = 0
@@ -44,7 +44,8 @@ class _Completion:
         self.token_ids += token_ids
         if self.logprobs is not None and output.new_logprobs is not None:
             self.logprobs += logprob_dicts(output.new_logprobs, self.params.logprobs or 0, token_text)
-            self.cumulative_logprob += sum(row[0] for row in output.new_logprobs.logprobs)
+            new = sum(row[0] for row in output.new_logprobs.logprobs)
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + new
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
         detokenizer = self.detokenizer
         if detokenizer is None or (self.text_at_end and not output.finished):
