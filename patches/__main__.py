@@ -91,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"patches: {refusal}", file=sys.stderr)
         return 1
     except OSError as error:
+        if error.filename is None:  # not about the tree: a closed pipe, say
+            raise
         print(f"patches: {error}: give a tree that you may read and write", file=sys.stderr)
         return 1
     return 0

@@ -54,10 +54,11 @@ class Tree:
 
 
 def find_root(path: Path) -> Path:
-    """The folder that holds the ``vllm`` package: a checkout, a site-packages folder, or the parent of ``path``."""
-    for root in (path, path.parent):
-        if (root / "vllm" / "__init__.py").is_file() and (root == path or path.name == "vllm"):
-            return root.resolve()
+    """The folder that holds the ``vllm`` package, from itself or from the package's own folder."""
+    whole = path.resolve()
+    root = whole.parent if whole.name == "vllm" and (whole / "__init__.py").is_file() else whole
+    if (root / "vllm" / "__init__.py").is_file():
+        return root
     raise Refused(f"no vllm package in {path}: give a vLLM checkout, or the folder that holds the installed package")
 
 

@@ -245,3 +245,23 @@ def test_a_hunk_stays_in_its_function():
     assert hunk.apply(decoy) is None
     assert hunk.apply(target + body) is None
     assert isinstance(hunk, Hunk)
+
+
+def test_the_tree_can_be_named_from_inside(tree: Path, monkeypatch: pytest.MonkeyPatch):
+    for folder in (tree, tree / "vllm"):
+        monkeypatch.chdir(folder)
+        assert main(["status", "."]) == 0
+        assert main(["status", str(folder)]) == 0
+
+
+def test_a_tree_that_may_not_be_read(tree: Path, capsys: pytest.CaptureFixture[str]):
+    user = os.geteuid()
+    tree.chmod(0)
+    try:
+        if user == 0:
+            os.seteuid(65534)
+        assert main(["apply", str(tree)]) == 1
+    finally:
+        os.seteuid(user)
+        tree.chmod(0o755)
+    assert "give a tree that you may read and write" in capsys.readouterr().err

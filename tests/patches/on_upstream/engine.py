@@ -40,6 +40,7 @@ def engine(rank: int, dp: int, port: int, model: str, results: Any) -> None:
         model=model,
         skip_tokenizer_init=True,
         dtype="float32",
+        distributed_executor_backend="uni",
         enforce_eager=True,
         enable_expert_parallel=dp > 1,
         max_model_len=64,
