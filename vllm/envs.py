@@ -47,6 +47,7 @@ VARIABLES: dict[str, tuple[Callable[[], Any], str]] = {
     "VLLM_CPU_KVCACHE_SPACE": (_number("VLLM_CPU_KVCACHE_SPACE", 0), "KV cache size on CPU in GiB; 0 = by free memory"),
     "VLLM_CPU_KERNELS": (_switch("VLLM_CPU_KERNELS", True), "0 runs the plain torch twins of the C++ CPU kernels"),
     "VLLM_COLLECTIVE_TIMEOUT_S": (_number("VLLM_COLLECTIVE_TIMEOUT_S", 20.0), "seconds until a collective gives up"),
+    "VLLM_LOAD_TIMEOUT_S": (_number("VLLM_LOAD_TIMEOUT_S", 1800.0), "seconds that ranks wait for the slowest to load"),
     "VLLM_CACHE_ROOT": (
         lambda: os.environ.get("VLLM_CACHE_ROOT")
         or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "vllm-arc"),

@@ -78,11 +78,13 @@ class GPUModelRunner:
         backends = {layer.backend for layer in self.cached_layers.values()}
         self.builders = {backend: backend.builder_cls(kv_cache_config) for backend in backends}
         model_config, max_num_reqs = self.vllm_config.model_config, self.vllm_config.scheduler_config.max_num_seqs
+        # DP ranks serve different requests: those without a seed of their own draw differently on each.
+        seed = model_config.seed + get_dp_group().rank_in_group
         self.input_batch = InputBatch(
             max_num_reqs,
             model_config.max_model_len,
             kv_cache_config.block_size,
-            SamplingState(max_num_reqs, model_config.vocab_size, self.device, model_config.seed),
+            SamplingState(max_num_reqs, model_config.vocab_size, self.device, seed),
         )
         self.buffers = InputBuffers(
             self.max_num_tokens, max_num_reqs, self.input_batch.block_table.max_blocks, self.device

@@ -50,6 +50,7 @@ class Worker:
     def load_model(self) -> None:
         with torch.device(self.device):
             self.runner.model = get_model(self.vllm_config)
+        get_world_group().wait_for_all("load_model", envs.VLLM_LOAD_TIMEOUT_S)
 
     def get_kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         return self.runner.get_kv_cache_specs()
