@@ -100,9 +100,10 @@ def pristine(releases: list[str], paths: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    import tomllib
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    from patches.series import HERE as root
+    from patches.series import tomllib
 
-    root = Path(__file__).parents[2] / "patches"
     touched = {
         line[len("+++ b/") :].strip()
         for file in root.glob("*.patch")
