@@ -484,7 +484,7 @@ def pack_expert_weights(weight_ENK: Tensor, gated: bool = False) -> PackedExpert
     """Packs the experts' weights [E, N, K]; ``gated=True`` for w13, whose N = 2 * I is [gate; up]."""
     E, N, K = weight_ENK.shape
     dtype = weight_ENK.dtype
-    if _kernels() is None:
+    if _kernels() is None or not weight_ENK.is_cpu:
         return PackedExperts(E, N, K, dtype, weight_ENK, "plain", gated)
     _CODE[dtype]
     parts = 2 if gated else 1

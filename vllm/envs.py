@@ -53,9 +53,11 @@ VARIABLES: dict[str, tuple[Callable[[], Any], str]] = {
         or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "vllm-arc"),
         "folder of built kernels and made checkpoints",
     ),
+    "VLLM_TARGET_DEVICE": (_text("VLLM_TARGET_DEVICE", "auto"), "cpu, xpu, cuda, or auto: the first that has a device"),
     "VLLM_ATTENTION_BACKEND": (_text("VLLM_ATTENTION_BACKEND"), "attention backend by name; empty = the device's own"),
     "VLLM_POLICIES": (_text("VLLM_POLICIES"), "take the parallel policies of this platform (cpu, xpu, cuda)"),
     "VLLM_DP_PAD_TO_MAX": (_switch("VLLM_DP_PAD_TO_MAX", None), "pad every DP rank to the largest token count"),
+    "VLLM_ORDERED_SUMS": (_switch("VLLM_ORDERED_SUMS", None), "sum over ranks in rank order"),
     "VLLM_MOE_BARRIER": (_switch("VLLM_MOE_BARRIER", None), "device barrier before each MoE collective"),
 }
 

@@ -142,7 +142,6 @@ def test_policies_of_the_platforms_and_their_variables(monkeypatch: pytest.Monke
     assert not POLICIES["cpu"].pad_dp_to_max
     assert POLICIES["xpu"].pad_dp_to_max
     assert POLICIES["xpu"].moe_barrier
-    assert not POLICIES["xpu"].async_scheduling_with_dp_ep
     monkeypatch.setenv("VLLM_POLICIES", "xpu")
     assert CpuPlatform().policies == POLICIES["xpu"]
     monkeypatch.setenv("VLLM_DP_PAD_TO_MAX", "0")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+from vllm import envs
 from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.cuda import CudaPlatform
 from vllm.platforms.interface import POLICIES, ParallelPolicies, Platform, policies_of
@@ -29,7 +30,7 @@ def get_platform(device_type: str) -> Platform:
 
 def __getattr__(name: str) -> Any:
     if name == "current_platform":
-        return get_platform("auto")
+        return get_platform(envs.VLLM_TARGET_DEVICE)
     raise AttributeError(f"module 'vllm.platforms' has no attribute {name!r}")
 
 

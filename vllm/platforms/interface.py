@@ -23,8 +23,6 @@ class ParallelPolicies:
         communicator: ``cpu``, ``xpu`` or ``cuda``: whose communicator class serves the groups.
         pad_dp_to_max: with expert parallelism every DP rank runs the largest count (``VLLM_DP_PAD_TO_MAX``).
         moe_barrier: device barrier before each MoE collective (``VLLM_MOE_BARRIER``).
-        async_scheduling_with_dp_ep: the next step may be scheduled while this one runs
-            (``VLLM_ASYNC_SCHEDULING_WITH_DP_EP``).
         ordered_sums: sums over ranks in rank order, so that a row's result does not depend on its place in the batch
             (``VLLM_ORDERED_SUMS``).
     """
@@ -32,21 +30,19 @@ class ParallelPolicies:
     communicator: str
     pad_dp_to_max: bool
     moe_barrier: bool
-    async_scheduling_with_dp_ep: bool
     ordered_sums: bool
 
 
 _VARIABLES = {
     "pad_dp_to_max": "VLLM_DP_PAD_TO_MAX",
     "moe_barrier": "VLLM_MOE_BARRIER",
-    "async_scheduling_with_dp_ep": "VLLM_ASYNC_SCHEDULING_WITH_DP_EP",
     "ordered_sums": "VLLM_ORDERED_SUMS",
 }
 
 POLICIES: dict[str, ParallelPolicies] = {
-    "cpu": ParallelPolicies("cpu", False, False, True, True),
-    "cuda": ParallelPolicies("cuda", False, False, True, False),
-    "xpu": ParallelPolicies("xpu", True, True, False, False),
+    "cpu": ParallelPolicies("cpu", False, False, True),
+    "cuda": ParallelPolicies("cuda", False, False, False),
+    "xpu": ParallelPolicies("xpu", True, True, False),
 }
 
 
@@ -55,7 +51,7 @@ def policies_of(device_type: str) -> ParallelPolicies:
     name = envs.VLLM_POLICIES or device_type
     if name not in POLICIES:
         raise ValueError(f"VLLM_POLICIES={name!r}: choose one of {sorted(POLICIES)}")
-    values = {field: getattr(envs, variable, None) for field, variable in _VARIABLES.items()}
+    values = {field: getattr(envs, variable) for field, variable in _VARIABLES.items()}
     overrides: dict[str, Any] = {field: value for field, value in values.items() if value is not None}
     return replace(POLICIES[name], **overrides)
 

@@ -51,7 +51,7 @@ class CausalLM(nn.Module):
 
     model_cls: ClassVar[type[DecoderModel]]
     model_prefix: ClassVar[str] = "model"
-    ignored_weights: ClassVar[tuple[str, ...]] = (r"rotary_emb\.inv_freq$",)
+    ignored_weights: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
 
     def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()

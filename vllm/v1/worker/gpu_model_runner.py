@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from vllm.config import VllmConfig
 from vllm.distributed import get_dp_group, get_tp_group
 from vllm.forward_context import DPMetadata, set_forward_context
 from vllm.logger import init_logger
+from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.platforms import Platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -50,7 +52,7 @@ class GPUModelRunner:
 
     def __init__(self, vllm_config: VllmConfig, platform: Platform, device: torch.device) -> None:
         self.vllm_config, self.platform, self.device = vllm_config, platform, device
-        self.model: nn.Module
+        self.model: CausalLM
         scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
         self.max_num_tokens = max(
             scheduler.max_num_batched_tokens, *vllm_config.compilation_config.cudagraph_capture_sizes, 0
@@ -66,8 +68,9 @@ class GPUModelRunner:
         """Layer name → what the layer keeps between steps."""
         return {name: layer.get_kv_cache_spec() for name, layer in self._cached_layers().items()}
 
-    def _cached_layers(self) -> dict[str, nn.Module]:
-        return {m.layer_name: m for m in self.model.modules() if hasattr(m, "get_kv_cache_spec")}
+    def _cached_layers(self) -> dict[str, Any]:
+        modules: Iterator[Any] = self.model.modules()
+        return {m.layer_name: m for m in modules if hasattr(m, "get_kv_cache_spec")}
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate caches, buffers and rows: after this nothing that lives longer than a step is allocated."""
@@ -239,7 +242,7 @@ class GPUModelRunner:
                 continue
             start, first = int(inputs.starts[i]), int(inputs.first_positions[i])
             end = min(first + scheduler_output.num_scheduled_tokens[i], request.num_prompt_tokens - 1)
-            columns: LogprobsLists = LogprobsLists([], [], [])
+            columns: tuple[list[Any], ...] = ([], [], [])
             for begin in range(first, end, _PROMPT_LOGPROB_ROWS):
                 stop = min(begin + _PROMPT_LOGPROB_ROWS, end)
                 logits = self.model.compute_logits(hidden_states[start + begin - first : start + stop - first])
@@ -248,8 +251,8 @@ class GPUModelRunner:
                     columns, self.sampler.gather_logprobs(logits, num_logprobs, targets), strict=True
                 ):
                     column += tensor.tolist()
-            if columns.ranks:
-                scored[request.request_id] = columns
+            if end > first:
+                scored[request.request_id] = LogprobsLists(*columns)
         return scored
 
     def _to_output(

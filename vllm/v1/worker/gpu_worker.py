@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from typing import cast
 
 import torch
 
@@ -17,6 +18,7 @@ from vllm.distributed import (
 )
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -49,7 +51,7 @@ class Worker:
 
     def load_model(self) -> None:
         with torch.device(self.device):
-            self.runner.model = get_model(self.vllm_config)
+            self.runner.model = cast(CausalLM, get_model(self.vllm_config))
         get_world_group().wait_for_all("load_model", envs.VLLM_LOAD_TIMEOUT_S)
 
     def get_kv_cache_specs(self) -> dict[str, KVCacheSpec]:

@@ -84,8 +84,9 @@ class FusedMoE(nn.Module):
             self.local_num_experts, dtype=torch.int32
         )
         self.expert_map = None if self.local_num_experts == num_experts else expert_map
-        self.w13: torch.Tensor | _cpu_ops.PackedExperts | None = None
-        self.w2: torch.Tensor | _cpu_ops.PackedExperts | None = None
+        self._loading: dict[str, torch.Tensor] = {}
+        self.w13: _cpu_ops.PackedExperts | None = None
+        self.w2: _cpu_ops.PackedExperts | None = None
 
     def weight_specs(self) -> list[WeightSpec]:
         specs = []
@@ -104,28 +105,26 @@ class FusedMoE(nn.Module):
     def _take_w13(self, expert: int, half: int) -> Callable[[torch.Tensor], None]:
         def take(loaded: torch.Tensor) -> None:
             size = self.local_intermediate
-            if self.w13 is None:
-                self.w13 = torch.empty(self.local_num_experts, 2 * size, self.hidden_size, dtype=self.dtype)
-            self.w13[expert, half * size : (half + 1) * size].copy_(loaded[self.intermediate_slice])
+            w13 = self._buffer("w13", (self.local_num_experts, 2 * size, self.hidden_size))
+            w13[expert, half * size : (half + 1) * size].copy_(loaded[self.intermediate_slice])
 
         return take
 
     def _take_w2(self, expert: int) -> Callable[[torch.Tensor], None]:
         def take(loaded: torch.Tensor) -> None:
-            if self.w2 is None:
-                self.w2 = torch.empty(
-                    self.local_num_experts, self.hidden_size, self.local_intermediate, dtype=self.dtype
-                )
-            self.w2[expert].copy_(loaded[:, self.intermediate_slice])
+            w2 = self._buffer("w2", (self.local_num_experts, self.hidden_size, self.local_intermediate))
+            w2[expert].copy_(loaded[:, self.intermediate_slice])
 
         return take
 
+    def _buffer(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if name not in self._loading:
+            self._loading[name] = torch.empty(shape, dtype=self.dtype)
+        return self._loading[name]
+
     def process_weights_after_loading(self) -> None:
-        assert self.w13 is not None, f"{self.layer_name}: no gate or up projection was loaded"
-        assert self.w2 is not None, f"{self.layer_name}: no down projection was loaded"
-        if self.w13.is_cpu:
-            self.w13 = _cpu_ops.pack_expert_weights(self.w13, gated=True)
-            self.w2 = _cpu_ops.pack_expert_weights(self.w2)
+        self.w13 = _cpu_ops.pack_expert_weights(self._loading.pop("w13"), gated=True)
+        self.w2 = _cpu_ops.pack_expert_weights(self._loading.pop("w2"))
 
     def forward(
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor, tp_partial: torch.Tensor | None = None
@@ -139,11 +138,15 @@ class FusedMoE(nn.Module):
             tp_partial[plan.num_tokens_unpadded :] = 0
         ep = get_ep_group()
         sent = ep.dispatch(hidden_states, weights, ids)
+        assert sent.topk_weights is not None
+        assert sent.topk_ids is not None
         return ep.combine(self.experts(sent.hidden_states, sent.topk_weights, sent.topk_ids), sent, tp_partial)
 
     def experts(self, hidden_states: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """This rank's share of the experts' output for R rows: [R, hidden], exactly 0 in rows with no expert here."""
         if self.expert_map is not None:
             ids = torch.where(ids >= 0, self.expert_map[ids.clamp(min=0)], -1)
+        assert self.w13 is not None, f"{self.layer_name}: no expert was loaded"
+        assert self.w2 is not None, f"{self.layer_name}: no expert was loaded"
         op = _cpu_ops.fused_experts if hidden_states.is_cpu else _cpu_ops.fused_experts_ref
         return op(hidden_states, self.w13, self.w2, ids, weights)
