@@ -22,7 +22,7 @@ from vllm.model_executor.layers.mamba.gdn_linear_attn import GatedDeltaNet
 pytestmark = pytest.mark.usefixtures("nan_poison")
 NAMES = ("qwen3-next", "qwen3.5-moe-32")
 LENGTHS = (1, 3, 40, 64, 65, 7, 130)
-PROMPTS = [tiny.prompt(length, seed=4) for length in LENGTHS]
+PROMPTS = [tiny.prompt(length, seed=5) for length in LENGTHS]
 NUM_TOKENS = 16
 
 
@@ -69,21 +69,21 @@ def test_decode_is_transformers_own_decode() -> None:
     assert run("qwen3-next") == expected("qwen3-next")
 
 
-@pytest.mark.parametrize("name", ["qwen3-next-128", "qwen3.5-moe"])
-def test_bfloat16_is_no_worse_than_transformers(name: str) -> None:
-    """The kind of fault: state or gates rounded to 16 bits. Both are compared with fp64 on the bf16 weights."""
-    prompts = [tiny.prompt(200, seed) for seed in range(4)]
-    double = hybrids.reference_model(name, dtype=torch.bfloat16)
-    theirs = [hybrids.logprobs(name, prompt, dtype=torch.bfloat16) for prompt in prompts]
-    double = hybrids.AutoModelForCausalLM.from_pretrained(hybrids.checkpoint(name), dtype=torch.bfloat16).double()
-    llm = hybrids.make_llm(name, dtype="bfloat16")
+@pytest.mark.parametrize(("name", "seed"), [("qwen3-next-128", 0), ("qwen3.5-moe", 1), ("qwen3.5", 0)])
+def test_bfloat16_is_no_worse_than_transformers(name: str, seed: int) -> None:
+    """The kind of fault: state or gates rounded to 16 bits. Both are compared with fp32 on the same bf16 weights, whose
+    own error is smaller by four orders of magnitude."""
+    prompts = [tiny.prompt(200, i) for i in range(4)]
+    theirs = [hybrids.logprobs(name, prompt, seed, torch.bfloat16) for prompt in prompts]
+    model = hybrids.AutoModelForCausalLM.from_pretrained(hybrids.checkpoint(name, seed), dtype=torch.bfloat16).float()
+    llm = hybrids.make_llm(name, seed, dtype="bfloat16")
     outputs = tiny.generate(llm, prompts, 1, prompt_logprobs=0)
     llm.shutdown()
     our_errors, their_errors = [], []
     for prompt, output, their in zip(prompts, outputs, theirs, strict=True):
         target = torch.tensor(prompt[1:])[:, None]
         with torch.inference_mode():
-            exact = double(torch.tensor([prompt])).logits[0].log_softmax(-1)[:-1].gather(1, target)[:, 0]
+            exact = model(torch.tensor([prompt])).logits[0].log_softmax(-1)[:-1].gather(1, target)[:, 0]
         ours = torch.tensor([given[prompt[i]].logprob for i, given in enumerate(output.prompt_logprobs) if given])
         our_errors.append((ours - exact).abs())
         their_errors.append((their[:-1].gather(1, target)[:, 0] - exact).abs())
