@@ -58,6 +58,7 @@ VARIABLES: dict[str, tuple[Callable[[], Any], str]] = {
     "VLLM_POLICIES": (_text("VLLM_POLICIES"), "take the parallel policies of this platform (cpu, xpu, cuda)"),
     "VLLM_DP_PAD_TO_MAX": (_switch("VLLM_DP_PAD_TO_MAX", None), "pad every DP rank to the largest token count"),
     "VLLM_ORDERED_SUMS": (_switch("VLLM_ORDERED_SUMS", None), "sum over ranks in rank order"),
+    "VLLM_DEBUG_NAN": (_text("VLLM_DEBUG_NAN"), "tell the first NaN and whose it is: 0, 1, raise or abort"),
     "VLLM_MOE_BARRIER": (_switch("VLLM_MOE_BARRIER", None), "device barrier before each MoE collective"),
 }
 

@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.debug.nan_trace import install_nan_trace
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -81,9 +82,15 @@ class Worker:
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         with torch.device(self.device):
             self.runner.initialize_kv_cache(kv_cache_config)
+        self.nan_trace = install_nan_trace(self.runner.model)
 
     def execute_model(self, scheduler_output: SchedulerOutput, has_unfinished: bool = True) -> ModelRunnerOutput:
-        return self.runner.execute_model(scheduler_output, has_unfinished)
+        if self.nan_trace is not None:
+            self.nan_trace.begin_step(scheduler_output.requests)
+        output = self.runner.execute_model(scheduler_output, has_unfinished)
+        if self.nan_trace is not None:
+            self.nan_trace.end_step(output)
+        return output
 
     @property
     def any_unfinished_across_dp(self) -> bool:
