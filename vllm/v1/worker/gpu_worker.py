@@ -13,6 +13,7 @@ from vllm.config import VllmConfig
 from vllm.distributed import (
     cleanup_dist_env_and_memory,
     ensure_model_parallel_initialized,
+    get_dp_group,
     get_world_group,
     init_distributed_environment,
 )
@@ -21,6 +22,7 @@ from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.debug import watchdog
 from vllm.v1.debug.nan_trace import install_nan_trace
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import ModelRunnerOutput
@@ -47,6 +49,7 @@ class Worker:
         ensure_model_parallel_initialized(
             parallel.tensor_parallel_size, parallel.data_parallel_size, parallel.enable_expert_parallel
         )
+        watchdog.install(get_world_group())
         self.device = self.platform.get_device(int(os.environ.get("LOCAL_RANK", "0")))
         self.runner = GPUModelRunner(self.vllm_config, self.platform, self.device)
 
@@ -85,11 +88,12 @@ class Worker:
         self.nan_trace = install_nan_trace(self.runner.model)
 
     def execute_model(self, scheduler_output: SchedulerOutput, has_unfinished: bool = True) -> ModelRunnerOutput:
-        if self.nan_trace is not None:
-            self.nan_trace.begin_step(scheduler_output.requests)
-        output = self.runner.execute_model(scheduler_output, has_unfinished)
-        if self.nan_trace is not None:
-            self.nan_trace.end_step(output)
+        with watchdog.running(get_dp_group().rank_in_group, self.runner.step):
+            if self.nan_trace is not None:
+                self.nan_trace.begin_step(scheduler_output.requests)
+            output = self.runner.execute_model(scheduler_output, has_unfinished)
+            if self.nan_trace is not None:
+                self.nan_trace.end_step(output)
         return output
 
     @property
@@ -98,4 +102,5 @@ class Worker:
         return self.runner.any_unfinished_across_dp
 
     def shutdown(self) -> None:
+        watchdog.uninstall()
         cleanup_dist_env_and_memory()
