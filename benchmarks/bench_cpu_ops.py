@@ -63,7 +63,15 @@ def bench_linear(dtype: torch.dtype) -> None:
 
 def bench_attention(dtype: torch.dtype) -> None:
     H, J, D, bs = 9, 3, 64, 16
-    for R, query, length in ((32, 1, 96), (32, 1, 512), (1, 1, 512), (1, 1, 4096), (1, 512, 512), (4, 512, 512), (1, 64, 2048)):
+    for R, query, length in (
+        (32, 1, 96),
+        (32, 1, 512),
+        (1, 1, 512),
+        (1, 1, 4096),
+        (1, 512, 512),
+        (4, 512, 512),
+        (1, 64, 2048),
+    ):
         per_request = -(-length // bs)
         blocks = max(R * per_request + 1, COLD_BYTES // (2 * J * bs * D * dtype.itemsize))
         key_cache, value_cache = (torch.randn(blocks, J, bs, D).to(dtype) for _ in range(2))
@@ -78,7 +86,15 @@ def bench_attention(dtype: torch.dtype) -> None:
         lens = torch.full((R,), length, dtype=torch.int32)
         n = len(tables)
 
-        def run(i: int, f: Callable = ops.paged_attention, tables=tables, n=n, a=(q, key_cache, value_cache), b=(start, lens), o=out) -> None:  # noqa: B008
+        def run(
+            i: int,
+            f: Callable = ops.paged_attention,
+            tables=tables,
+            n=n,
+            a=(q, key_cache, value_cache),
+            b=(start, lens),
+            o=out,
+        ) -> None:
             f(*a, tables[i % n], *b, D**-0.5, o)
 
         ours, theirs = best_seconds(run), best_seconds(lambda i, run=run: run(i, ops.paged_attention_ref))

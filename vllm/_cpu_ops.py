@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import mmap
+import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,19 +35,23 @@ class _DtypeCodes(dict[torch.dtype, int]):
 
 _CODE = _DtypeCodes({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})
 
-_C_TYPES = {"i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float, "p": ctypes.c_void_p}
-_SIGNATURES = {
-    "vc_panel_width": "",
-    "vc_pack": "i ll pl p i",
-    "vc_linear": "ii lll pl p p pl i",
-    "vc_embedding": "i lll p p p i",
-    "vc_rms_norm": "ii lll pll pl p f pll i",
-    "vc_silu_and_mul": "i ll pl pl i",
-    "vc_rotary": "i lllll p pll pll p i",
-    "vc_reshape_and_cache": "lllll pll pll pll pll p i",
-    "vc_paged_attention": "i pll pll pll pl p p llllllll f l pll i",
-    "vc_fused_experts": "ii lllll pl p p p p pl i",
-}
+# A kernel takes one packed record of 8-byte fields, as its ``...Args`` in csrc has them: converting a dozen arguments
+# one by one would cost ctypes more than most calls compute.
+_i7, _i8, _i12 = struct.Struct("7q").pack, struct.Struct("8q").pack, struct.Struct("12q").pack
+_i15, _i16, _i19 = struct.Struct("15q").pack, struct.Struct("16q").pack, struct.Struct("19q").pack
+_i15_f, _i27_f = struct.Struct("15qd").pack, struct.Struct("27qd").pack
+_FUNCTIONS = (
+    "vc_panel_width",
+    "vc_pack",
+    "vc_linear",
+    "vc_embedding",
+    "vc_rms_norm",
+    "vc_silu_and_mul",
+    "vc_rotary",
+    "vc_reshape_and_cache",
+    "vc_paged_attention",
+    "vc_fused_experts",
+)
 
 
 @functools.cache
@@ -53,8 +59,8 @@ def _kernels() -> Any:
     """The loaded library, or None where the twins run."""
     library = build.load()
     if library is not None:
-        for name, letters in _SIGNATURES.items():
-            getattr(library, name).argtypes = [_C_TYPES[letter] for letter in letters.replace(" ", "")]
+        for name in _FUNCTIONS:
+            getattr(library, name).argtypes = [ctypes.c_char_p]
     return library
 
 
@@ -80,9 +86,52 @@ class PackedWeight:
     data: Tensor
     kind: str
 
+    @functools.cached_property
+    def address(self) -> int:
+        return self.data.data_ptr()
+
+
+class _Arena:
+    """Hands out parts of large chunks on huge pages: reading weights is what a decode step waits for, and with small
+    pages a good part of that is looking up addresses."""
+
+    CHUNK = 32 << 20
+
+    def __init__(self) -> None:
+        self.rest = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor of ``size`` elements, contents undefined."""
+        wanted = -(-size * dtype.itemsize // 64) * 64
+        if wanted > self.rest.numel():
+            chunk = huge_page_empty(max(wanted, self.CHUNK), torch.uint8)
+            if wanted >= self.CHUNK:
+                return chunk.view(dtype)[:size]
+            self.rest = chunk
+        part, self.rest = self.rest[:wanted], self.rest[wanted:]
+        return part.view(dtype)[:size]
+
+
+_arena = _Arena()
+
+
+def huge_page_empty(size: int, dtype: torch.dtype) -> Tensor:
+    """A flat tensor of ``size`` elements whose memory the kernel is asked to back with huge pages, contents undefined.
+
+    For what is read as a whole in every step (weights, the KV cache): saves a good part of the address look-ups.
+    """
+    tensor = torch.empty(size, dtype=dtype)
+    page = 2 << 20
+    begin = -(-tensor.data_ptr() // page) * page
+    end = (tensor.data_ptr() + tensor.nbytes) // page * page
+    if end > begin and hasattr(mmap, "MADV_HUGEPAGE"):
+        # advice only: where the system has no huge pages the call fails and small ones serve
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_HUGEPAGE)
+    return tensor
+
 
 def _packed_size(N: int, K: int, dtype: torch.dtype) -> int:
-    width = _kernels().vc_panel_width()
+    width = _kernels().vc_panel_width(None)
     return -(-N // width) * width * (K + K % 2 if dtype is torch.bfloat16 else K)
 
 
@@ -90,7 +139,7 @@ def _pack_into(weight_NK: Tensor, out: Tensor) -> None:
     N, K = weight_NK.shape
     assert weight_NK.stride(1) == 1 or K == 1, f"weight rows must be contiguous, stride is {weight_NK.stride(1)}"
     _kernels().vc_pack(
-        _CODE[weight_NK.dtype], N, K, weight_NK.data_ptr(), weight_NK.stride(0), out.data_ptr(), _threads()
+        _i7(_CODE[weight_NK.dtype], N, K, weight_NK.data_ptr(), weight_NK.stride(0), out.data_ptr(), _threads())
     )
 
 
@@ -101,7 +150,7 @@ def pack_linear_weight(weight_NK: Tensor) -> PackedWeight:
     if _kernels() is None:
         return PackedWeight(N, K, dtype, weight_NK, "plain")
     _CODE[dtype]
-    data = torch.empty(_packed_size(N, K, dtype), dtype=dtype)
+    data = _arena.take(_packed_size(N, K, dtype), dtype)
     _pack_into(weight_NK, data)
     return PackedWeight(N, K, dtype, data, "panels")
 
@@ -123,13 +172,18 @@ def linear(x_TK: Tensor, packed: PackedWeight, bias_N: Tensor | None = None, out
     if packed.kind == "plain":
         return linear_ref(x_TK, packed, bias_N, out)
     T, K = x_TK.shape
+    x0, x1 = x_TK.stride()
     N, dtype = packed.N, packed.dtype
     assert K == packed.K and x_TK.dtype is dtype, f"input is {K} x {x_TK.dtype}, weight is {packed.K} x {dtype}"
-    assert x_TK.stride(1) == 1 or K == 1, f"input rows must be contiguous, stride is {x_TK.stride(1)}"
+    assert x1 == 1 or K == 1, f"input rows must be contiguous, stride is {x1}"
+    code = _CODE[dtype]
     if out is None:
-        out = torch.empty((T, N), dtype=dtype)
+        out = x_TK.new_empty(T, N)
+        out_code, out0 = code, N
     else:
-        assert out.shape == (T, N) and out.stride(1) == 1, f"out is {out.shape} {out.stride()}, needed {(T, N)}"
+        out_code, (out0, out1) = _CODE[out.dtype], out.stride()
+        assert out.shape == (T, N) and (out1 == 1 or N == 1), f"out is {out.shape} {out.stride()}, needed {(T, N)}"
+        assert out_code in (code, 0), f"out is {out.dtype}, needed {dtype} or float32"
     bias = 0
     if bias_N is not None:
         assert bias_N.shape == (N,) and bias_N.dtype is dtype and bias_N.is_contiguous(), (
@@ -138,9 +192,8 @@ def linear(x_TK: Tensor, packed: PackedWeight, bias_N: Tensor | None = None, out
         bias = bias_N.data_ptr()
     if T:
         _kernels().vc_linear(
-            _CODE[dtype], _CODE[out.dtype], T, N, K, x_TK.data_ptr(), x_TK.stride(0), packed.data.data_ptr(), bias,
-            out.data_ptr(), out.stride(0), _threads(),
-        )  # fmt: skip
+            _i12(code, out_code, T, N, K, x_TK.data_ptr(), x0, packed.address, bias, out.data_ptr(), out0, _threads())
+        )
     return out
 
 
@@ -157,8 +210,9 @@ def embedding(ids_T: Tensor, packed: PackedWeight) -> Tensor:
     ids_T = ids_T.contiguous()
     T = ids_T.shape[0]
     out = torch.empty((T, packed.K), dtype=packed.dtype)
+    code = _CODE[packed.dtype]
     bad = _kernels().vc_embedding(
-        _CODE[packed.dtype], T, packed.N, packed.K, ids_T.data_ptr(), packed.data.data_ptr(), out.data_ptr(), _threads()
+        _i8(code, T, packed.N, packed.K, ids_T.data_ptr(), packed.address, out.data_ptr(), _threads())
     )
     assert not bad, f"ids from {ids_T.min()} to {ids_T.max()} do not fit {packed.N} rows"
     return out
@@ -188,53 +242,64 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float, out: Tensor | None = None)
     kernels = _kernels()
     if kernels is None:
         return rms_norm_ref(x, weight_D, eps, out)
-    D = x.shape[-1]
+    shape, dtype, weight_dtype = x.shape, x.dtype, weight_D.dtype
+    D = shape[-1]
     if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype)
-    assert out.shape == x.shape and out.dtype is x.dtype, f"out is {out.shape} {out.dtype}, x {x.shape} {x.dtype}"
-    assert weight_D.shape == (D,) and weight_D.dtype in (x.dtype, torch.float32), (
-        f"weight is {weight_D.shape} {weight_D.dtype}, x {x.shape} {x.dtype}"
+        out = x.new_empty(shape)
+    assert out.shape == shape and out.dtype is dtype, f"out is {out.shape} {out.dtype}, x {shape} {dtype}"
+    assert weight_D.shape == (D,) and (weight_dtype is dtype or weight_dtype is torch.float32), (
+        f"weight is {weight_D.shape} {weight_dtype}, x {shape} {dtype}"
     )
-    assert x.stride(-1) == 1 and out.stride(-1) == 1, f"last strides are {x.stride(-1)}, {out.stride(-1)}, needed 1"
-    if x.dim() == 2:
-        n0, n1, x0, x1, o0, o1 = x.shape[0], 1, x.stride(0), 0, out.stride(0), 0
+    if len(shape) == 2:
+        n0, n1, (x0, x2), (o0, o2), x1, o1 = shape[0], 1, x.stride(), out.stride(), 0, 0
     else:
-        assert x.dim() == 3, f"x has {x.dim()} dimensions, needed 2 or 3"
-        n0, n1 = x.shape[:2]
-        x0, x1, o0, o1 = x.stride(0), x.stride(1), out.stride(0), out.stride(1)
+        assert len(shape) == 3, f"x has {len(shape)} dimensions, needed 2 or 3"
+        n0, n1, (x0, x1, x2), (o0, o1, o2) = shape[0], shape[1], x.stride(), out.stride()
+    assert (x2 == o2 == 1) or D == 1, f"last strides are {x2}, {o2}, needed 1"
     kernels.vc_rms_norm(
-        _CODE[x.dtype], _CODE[weight_D.dtype], n0, n1, D, x.data_ptr(), x0, x1, 0, 0, weight_D.data_ptr(), eps,
-        out.data_ptr(), o0, o1, _threads(),
+        _i15_f(
+            _CODE[dtype], _CODE[weight_dtype], n0, n1, D, x.data_ptr(), x0, x1, 0, 0, weight_D.data_ptr(),
+            out.data_ptr(), o0, o1, _threads(), eps,
+        )
     )  # fmt: skip
     return out
 
 
-def fused_add_rms_norm_ref(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def fused_add_rms_norm_ref(
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Twin of ``fused_add_rms_norm``."""
     residual_TD += x_TD
-    return rms_norm_ref(residual_TD, weight_D, eps), residual_TD
+    return rms_norm_ref(residual_TD, weight_D, eps, out), residual_TD
 
 
-def fused_add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``residual += x`` in place, rounded to its dtype; returns (rms_norm(residual), residual), both [T, D]."""
+def fused_add_rms_norm(
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``residual += x`` in place, rounded to its dtype; returns (rms_norm(residual), residual), both [T, D].
+
+    ``out`` may be x itself.
+    """
     kernels = _kernels()
     if kernels is None:
-        return fused_add_rms_norm_ref(x_TD, residual_TD, weight_D, eps)
-    T, D = x_TD.shape
-    dtype = x_TD.dtype
-    assert residual_TD.shape == (T, D) and residual_TD.dtype is dtype, (
-        f"residual is {residual_TD.shape} {residual_TD.dtype}, x {x_TD.shape} {dtype}"
+        return fused_add_rms_norm_ref(x_TD, residual_TD, weight_D, eps, out)
+    shape, dtype, weight_dtype = x_TD.shape, x_TD.dtype, weight_D.dtype
+    T, D = shape
+    if out is None:
+        out = x_TD.new_empty(T, D)
+    assert residual_TD.shape == out.shape == shape and residual_TD.dtype is out.dtype is dtype, (
+        f"residual is {residual_TD.shape} {residual_TD.dtype}, out {out.shape} {out.dtype}, x {shape} {dtype}"
     )
-    assert weight_D.shape == (D,) and weight_D.dtype in (dtype, torch.float32), (
-        f"weight is {weight_D.shape} {weight_D.dtype}, x {x_TD.shape} {dtype}"
+    assert weight_D.shape == (D,) and (weight_dtype is dtype or weight_dtype is torch.float32), (
+        f"weight is {weight_D.shape} {weight_dtype}, x {shape} {dtype}"
     )
-    assert x_TD.stride(1) == 1 and residual_TD.stride(1) == 1, (
-        f"last strides are {x_TD.stride(1)}, {residual_TD.stride(1)}, needed 1"
-    )
-    out = torch.empty((T, D), dtype=dtype)
+    (x0, x1), (r0, r1), (o0, o1) = x_TD.stride(), residual_TD.stride(), out.stride()
+    assert (x1 == r1 == o1 == 1) or D == 1, f"last strides are {x1}, {r1}, {o1}, needed 1"
     kernels.vc_rms_norm(
-        _CODE[dtype], _CODE[weight_D.dtype], T, 1, D, x_TD.data_ptr(), x_TD.stride(0), 0, residual_TD.data_ptr(),
-        residual_TD.stride(0), weight_D.data_ptr(), eps, out.data_ptr(), D, 0, _threads(),
+        _i15_f(
+            _CODE[dtype], _CODE[weight_dtype], T, 1, D, x_TD.data_ptr(), x0, 0, residual_TD.data_ptr(), r0,
+            weight_D.data_ptr(), out.data_ptr(), o0, 0, _threads(), eps,
+        )
     )  # fmt: skip
     return out, residual_TD
 
@@ -251,16 +316,16 @@ def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
     kernels = _kernels()
     if kernels is None:
         return silu_and_mul_ref(x, out)
-    T, D = x.shape[0], x.shape[1] // 2
-    assert x.shape == (T, 2 * D) and x.stride(1) == 1, f"x is {x.shape} {x.stride()}, needed {(T, 2 * D)}"
+    T, width = x.shape
+    D, dtype, (x0, x1) = width // 2, x.dtype, x.stride()
+    assert width == 2 * D and x1 == 1, f"x is {x.shape} {x.stride()}, needed {(T, 2 * D)}, rows contiguous"
     if out is None:
-        out = torch.empty((T, D), dtype=x.dtype)
-    assert out.shape == (T, D) and out.dtype is x.dtype and out.stride(1) == 1, (
-        f"out is {out.shape} {out.dtype}, needed {(T, D)} {x.dtype}"
+        out = x.new_empty(T, D)
+    o0, o1 = out.stride()
+    assert out.shape == (T, D) and out.dtype is dtype and (o1 == 1 or D == 1), (
+        f"out is {out.shape} {out.dtype}, needed {(T, D)} {dtype}"
     )
-    kernels.vc_silu_and_mul(
-        _CODE[x.dtype], T, D, x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0), _threads()
-    )
+    kernels.vc_silu_and_mul(_i8(_CODE[dtype], T, D, x.data_ptr(), x0, out.data_ptr(), o0, _threads()))
     return out
 
 
@@ -290,19 +355,23 @@ def rotary_embedding(positions_T: Tensor, q_THD: Tensor, k_TJD: Tensor, cos_sin_
     if kernels is None:
         return rotary_embedding_ref(positions_T, q_THD, k_TJD, cos_sin_cache)
     T, H, D = q_THD.shape
+    _, J, _ = k_shape = k_TJD.shape
     P, rot_dim = cos_sin_cache.shape
-    assert k_TJD.shape[::2] == (T, D) and k_TJD.dtype is q_THD.dtype, f"q is {q_THD.shape}, k is {k_TJD.shape}"
-    assert positions_T.shape == (T,) and positions_T.dtype is torch.int64 and positions_T.stride(0) == 1, (
+    dtype, (q0, q1, q2), (k0, k1, k2) = q_THD.dtype, q_THD.stride(), k_TJD.stride()
+    assert k_shape == (T, J, D) and k_TJD.dtype is dtype, f"q is {q_THD.shape} {dtype}, k is {k_shape} {k_TJD.dtype}"
+    assert positions_T.shape == (T,) and positions_T.dtype is torch.int64 and positions_T.is_contiguous(), (
         f"positions are {positions_T.shape} {positions_T.dtype}, needed int64 {(T,)}"
     )
     assert rot_dim <= D and rot_dim % 2 == 0, f"rot_dim is {rot_dim}, head size {D}"
     assert cos_sin_cache.dtype is torch.float32 and cos_sin_cache.is_contiguous(), (
         f"cos_sin_cache is {cos_sin_cache.dtype}, needed contiguous float32"
     )
-    assert q_THD.stride(2) == 1 and k_TJD.stride(2) == 1, f"last strides are {q_THD.stride(2)}, {k_TJD.stride(2)}"
+    assert q2 == k2 == 1, f"last strides are {q2}, {k2}, needed 1"
     bad = kernels.vc_rotary(
-        _CODE[q_THD.dtype], T, H, k_TJD.shape[1], rot_dim, P, positions_T.data_ptr(), q_THD.data_ptr(), q_THD.stride(0),
-        q_THD.stride(1), k_TJD.data_ptr(), k_TJD.stride(0), k_TJD.stride(1), cos_sin_cache.data_ptr(), _threads(),
+        _i15(
+            _CODE[dtype], T, H, J, rot_dim, P, positions_T.data_ptr(), q_THD.data_ptr(), q0, q1, k_TJD.data_ptr(), k0,
+            k1, cos_sin_cache.data_ptr(), _threads(),
+        )
     )  # fmt: skip
     assert not bad, f"positions from {positions_T.min()} to {positions_T.max()} do not fit a cache of {P}"
     return None
@@ -333,24 +402,31 @@ def reshape_and_cache(
     kernels = _kernels()
     if kernels is None:
         return reshape_and_cache_ref(k_TJD, v_TJD, key_cache, value_cache, slot_mapping_T)
-    T, J, D = k_TJD.shape
-    blocks, _, block_size, _ = key_cache.shape
-    assert v_TJD.shape == (T, J, D), f"k is {k_TJD.shape}, v is {v_TJD.shape}"
-    assert key_cache.shape == value_cache.shape == (blocks, J, block_size, D), (
-        f"caches are {key_cache.shape}, {value_cache.shape}, needed {(blocks, J, block_size, D)}"
+    T, J, D = shape = k_TJD.shape
+    blocks, _, block_size, _ = cache_shape = key_cache.shape
+    dtype = k_TJD.dtype
+    assert v_TJD.shape == shape, f"k is {shape}, v is {v_TJD.shape}"
+    assert cache_shape == value_cache.shape == (blocks, J, block_size, D), (
+        f"caches are {cache_shape}, {value_cache.shape}, needed {(blocks, J, block_size, D)}"
     )
-    assert k_TJD.dtype is v_TJD.dtype is key_cache.dtype is value_cache.dtype, f"k {k_TJD.dtype}, {key_cache.dtype}"
-    assert key_cache.stride()[2:] == value_cache.stride()[2:] == (D, 1), f"cache strides are {key_cache.stride()}"
-    assert k_TJD.stride(2) == 1 and v_TJD.stride(2) == 1, f"last strides are {k_TJD.stride(2)}, {v_TJD.stride(2)}"
-    assert slot_mapping_T.shape == (T,) and slot_mapping_T.dtype is torch.int64 and slot_mapping_T.stride(0) == 1, (
+    assert v_TJD.dtype is dtype and key_cache.dtype is dtype and value_cache.dtype is dtype, (
+        f"k is {dtype}, v {v_TJD.dtype}, caches {key_cache.dtype}, {value_cache.dtype}"
+    )
+    (k0, k1, k2), (v0, v1, v2) = k_TJD.stride(), v_TJD.stride()
+    (kc0, kc1, kc2, kc3), (vc0, vc1, vc2, vc3) = key_cache.stride(), value_cache.stride()
+    assert k2 == v2 == kc3 == vc3 == 1 and kc2 == vc2 == D, (
+        f"strides are {k_TJD.stride()}, {v_TJD.stride()}, {key_cache.stride()}, {value_cache.stride()}"
+    )
+    assert slot_mapping_T.shape == (T,) and slot_mapping_T.dtype is torch.int64 and slot_mapping_T.is_contiguous(), (
         f"slots are {slot_mapping_T.shape} {slot_mapping_T.dtype}, needed int64 {(T,)}"
     )
-    size = k_TJD.element_size()
+    n = dtype.itemsize
     bad = kernels.vc_reshape_and_cache(
-        T, J, D * size, blocks, block_size, k_TJD.data_ptr(), k_TJD.stride(0) * size, k_TJD.stride(1) * size,
-        v_TJD.data_ptr(), v_TJD.stride(0) * size, v_TJD.stride(1) * size, key_cache.data_ptr(),
-        key_cache.stride(0) * size, key_cache.stride(1) * size, value_cache.data_ptr(), value_cache.stride(0) * size,
-        value_cache.stride(1) * size, slot_mapping_T.data_ptr(), _threads(),
+        _i19(
+            T, J, D * n, blocks, block_size, k_TJD.data_ptr(), k0 * n, k1 * n, v_TJD.data_ptr(), v0 * n, v1 * n,
+            key_cache.data_ptr(), kc0 * n, kc1 * n, value_cache.data_ptr(), vc0 * n, vc1 * n,
+            slot_mapping_T.data_ptr(), _threads(),
+        )
     )  # fmt: skip
     assert not bad, (
         f"slots from {slot_mapping_T.min()} to {slot_mapping_T.max()} do not fit {blocks} blocks of {block_size}"
@@ -430,28 +506,36 @@ def paged_attention(
         return paged_attention_ref(
             q_THD, key_cache, value_cache, block_table, query_start_loc, seq_lens, scale, out_THD, sliding_window, R
         )
-    T, H, D = q_THD.shape
-    blocks, J, block_size, _ = key_cache.shape
-    assert key_cache.shape == value_cache.shape == (blocks, J, block_size, D) and H % J == 0, (
-        f"q is {q_THD.shape}, caches are {key_cache.shape}, {value_cache.shape}"
+    T, H, D = shape = q_THD.shape
+    blocks, J, block_size, _ = cache_shape = key_cache.shape
+    table_rows, table_blocks = block_table.shape
+    dtype = q_THD.dtype
+    assert cache_shape == value_cache.shape == (blocks, J, block_size, D) and H % J == 0, (
+        f"q is {shape}, caches are {cache_shape}, {value_cache.shape}"
     )
-    assert out_THD.shape == (T, H, D), f"out is {out_THD.shape}, q is {q_THD.shape}"
-    assert q_THD.dtype is out_THD.dtype is key_cache.dtype is value_cache.dtype, f"q {q_THD.dtype}, {key_cache.dtype}"
-    assert key_cache.stride()[2:] == value_cache.stride()[2:] == (D, 1), f"cache strides are {key_cache.stride()}"
-    assert q_THD.stride(2) == 1 and out_THD.stride(2) == 1, f"last strides are {q_THD.stride(2)}, {out_THD.stride(2)}"
+    assert out_THD.shape == shape, f"out is {out_THD.shape}, q is {shape}"
+    assert out_THD.dtype is dtype and key_cache.dtype is dtype and value_cache.dtype is dtype, (
+        f"q is {dtype}, out {out_THD.dtype}, caches {key_cache.dtype}, {value_cache.dtype}"
+    )
+    (q0, q1, q2), (o0, o1, o2) = q_THD.stride(), out_THD.stride()
+    (kc0, kc1, kc2, kc3), (vc0, vc1, vc2, vc3) = key_cache.stride(), value_cache.stride()
+    assert q2 == o2 == kc3 == vc3 == 1 and kc2 == vc2 == D, (
+        f"strides are {q_THD.stride()}, {out_THD.stride()}, {key_cache.stride()}, {value_cache.stride()}"
+    )
     assert block_table.dtype is query_start_loc.dtype is seq_lens.dtype is torch.int32, (
         f"tables are {block_table.dtype}, {query_start_loc.dtype}, {seq_lens.dtype}, needed int32"
     )
-    assert block_table.shape[0] >= R and query_start_loc.shape[0] > R and seq_lens.shape[0] >= R, (
-        f"{R} requests, tables for {block_table.shape[0]}, {query_start_loc.shape[0] - 1}, {seq_lens.shape[0]}"
+    (table0, table1), (start0,), (lens0,) = block_table.stride(), query_start_loc.stride(), seq_lens.stride()
+    assert table1 == start0 == lens0 == 1 or table_blocks == 1, f"strides are {table1}, {start0}, {lens0}, needed 1"
+    assert table_rows >= R and query_start_loc.shape[0] > R and seq_lens.shape[0] >= R, (
+        f"{R} requests, tables for {table_rows}, {query_start_loc.shape[0] - 1}, {seq_lens.shape[0]}"
     )
-    assert block_table.stride(1) == query_start_loc.stride(0) == seq_lens.stride(0) == 1, "tables must be contiguous"
     bad = kernels.vc_paged_attention(
-        _CODE[q_THD.dtype], q_THD.data_ptr(), q_THD.stride(0), q_THD.stride(1), key_cache.data_ptr(),
-        key_cache.stride(0), key_cache.stride(1), value_cache.data_ptr(), value_cache.stride(0), value_cache.stride(1),
-        block_table.data_ptr(), block_table.stride(0), query_start_loc.data_ptr(), seq_lens.data_ptr(), R, T, H, J, D,
-        blocks, block_size, block_table.shape[1], scale, sliding_window, out_THD.data_ptr(), out_THD.stride(0),
-        out_THD.stride(1), _threads(),
+        _i27_f(
+            _CODE[dtype], q_THD.data_ptr(), q0, q1, key_cache.data_ptr(), kc0, kc1, value_cache.data_ptr(), vc0, vc1,
+            block_table.data_ptr(), table0, query_start_loc.data_ptr(), seq_lens.data_ptr(), R, T, H, J, D, blocks,
+            block_size, table_blocks, sliding_window, out_THD.data_ptr(), o0, o1, _threads(), scale,
+        )
     )  # fmt: skip
     assert not bad, (
         f"{T} rows, {blocks} blocks of {block_size}, table of {block_table.shape[1]} do not fit query_start_loc "
@@ -484,12 +568,13 @@ def pack_expert_weights(weight_ENK: Tensor, gated: bool = False) -> PackedExpert
     """Packs the experts' weights [E, N, K]; ``gated=True`` for w13, whose N = 2 * I is [gate; up]."""
     E, N, K = weight_ENK.shape
     dtype = weight_ENK.dtype
-    if _kernels() is None or not weight_ENK.is_cpu:
+    if _kernels() is None:
         return PackedExperts(E, N, K, dtype, weight_ENK, "plain", gated)
     _CODE[dtype]
     parts = 2 if gated else 1
     assert N % parts == 0, f"a gated weight has an even number of rows, not {N}"
-    data = torch.empty((E, parts, _packed_size(N // parts, K, dtype)), dtype=dtype)
+    size = _packed_size(N // parts, K, dtype)
+    data = _arena.take(E * parts * size, dtype).view(E, parts, size)
     for e in range(E):
         for part, half in enumerate(weight_ENK[e].chunk(parts)):
             _pack_into(half, data[e, part])
@@ -551,14 +636,16 @@ def fused_experts(
         f"ids are {topk_ids_TS.dtype}, weights {topk_weights_TS.dtype}; needed int32 or int64, float32"
     )
     if out is None:
-        out = torch.empty((T, D), dtype=dtype)
+        out = x_TD.new_empty(T, D)
     assert out.shape == (T, D) and out.dtype is dtype, f"out is {out.shape} {out.dtype}, needed {(T, D)} {dtype}"
     assert x_TD.stride(1) == 1 and out.stride(1) == 1, f"last strides are {x_TD.stride(1)}, {out.stride(1)}, needed 1"
     topk_ids_TS, topk_weights_TS = topk_ids_TS.contiguous(), topk_weights_TS.contiguous()
     bad = _kernels().vc_fused_experts(
-        _CODE[dtype], topk_ids_TS.dtype is torch.int64, T, S, E, I, D, x_TD.data_ptr(), x_TD.stride(0),
-        w13.data.data_ptr(), w2.data.data_ptr(), topk_ids_TS.data_ptr(), topk_weights_TS.data_ptr(), out.data_ptr(),
-        out.stride(0), _threads(),
+        _i16(
+            _CODE[dtype], topk_ids_TS.dtype is torch.int64, T, S, E, I, D, x_TD.data_ptr(), x_TD.stride(0),
+            w13.data.data_ptr(), w2.data.data_ptr(), topk_ids_TS.data_ptr(), topk_weights_TS.data_ptr(),
+            out.data_ptr(), out.stride(0), _threads(),
+        )
     )  # fmt: skip
     assert not bad, f"expert ids from {topk_ids_TS.min()} to {topk_ids_TS.max()} do not fit {E} experts"
     return out

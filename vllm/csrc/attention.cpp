@@ -19,16 +19,20 @@ constexpr int ROWS = 8 * MR_MAX;  // rows of a task, where the head group allows
 static_assert(KB % NR == 0 && SPLIT % KB == 0);
 
 struct Args {
-  const void *q, *k_cache, *v_cache;
-  int64_t q0, q1, kc0, kc1, vc0, vc1;
+  int64_t dtype;
+  const void* q;
+  int64_t q0, q1;
+  const void* k_cache;
+  int64_t kc0, kc1;
+  const void* v_cache;
+  int64_t vc0, vc1;
   const int32_t* table;
   int64_t table0;
   const int32_t *start, *lens;
-  int64_t requests, tokens, heads, kv_heads, D, blocks, block_size, table_blocks;
-  float scale;
-  int64_t window;
+  int64_t requests, tokens, heads, kv_heads, D, blocks, block_size, table_blocks, window;
   void* out;
-  int64_t out0, out1;
+  int64_t out0, out1, threads;
+  double scale;
 };
 
 struct Task {
@@ -109,8 +113,8 @@ template <class T> void load_keys(int64_t D, const T* const* rows, const T* cons
         T* word = to + (d + j * PER) * NR;
         if (j * PER >= n) break;
         if constexpr (std::is_same_v<T, fp16>) {
-          store_bits(word, __builtin_convertvector(m[j], vh));
-          if (j * PER + 1 < n) store_bits(word + NR, __builtin_convertvector(m[j] >> 16, vh));
+          store_bits(word, narrow(m[j]));
+          if (j * PER + 1 < n) store_bits(word + NR, narrow(m[j] >> 16));
         } else {
           store_bits(word, m[j]);
         }
@@ -313,7 +317,8 @@ template <class T> void write_rows(const Args& a, const Task& t, State s, int64_
   }
 }
 
-template <class T> int attention(const Args& a, int threads) {
+template <class T> int attention(const Args& a) {
+  int threads = (int)a.threads;
   int64_t G = a.heads / a.kv_heads, Dp = (a.D + NR - 1) / NR * NR;
   int64_t per_task = ROWS / G < 1 ? 1 : ROWS / G;
   std::vector<Task> tasks;
@@ -376,7 +381,7 @@ template <class T> int attention(const Args& a, int threads) {
       keys[r] = keys_of(a, t, r);
       int64_t row = a.start[t.request] + t.first_query + r / G, head = t.kv_head * G + r % G;
       widen_row((const T*)a.q + row * a.q0 + head * a.q1, a.D, Kp, q + r * Kp);
-      for (int64_t d = 0; d < a.D; d++) q[r * Kp + d] *= a.scale;
+      for (int64_t d = 0; d < a.D; d++) q[r * Kp + d] *= (float)a.scale;
     }
     if (t.partial) {
       run_split<T>(a, t, t.first_split + split0, keys, q, Dp, State(t.partial + split0 * state, t.rows), block, p);
@@ -413,15 +418,8 @@ template <class T> int attention(const Args& a, int threads) {
 }  // namespace
 
 // 0 when done; 1: a request's lengths contradict each other or its table; 2: a block id outside the cache.
-EXPORT int vc_paged_attention(int dtype, const void* q, int64_t q0, int64_t q1, const void* k_cache, int64_t kc0,
-                              int64_t kc1, const void* v_cache, int64_t vc0, int64_t vc1, const int32_t* table,
-                              int64_t table0, const int32_t* start, const int32_t* lens, int64_t requests,
-                              int64_t tokens, int64_t heads, int64_t kv_heads, int64_t D, int64_t blocks,
-                              int64_t block_size, int64_t table_blocks, float scale, int64_t window, void* out,
-                              int64_t out0, int64_t out1, int threads) {
-  Args a{q, k_cache, v_cache, q0, q1, kc0, kc1, vc0, vc1, table, table0, start, lens, requests, tokens, heads, kv_heads,
-         D, blocks, block_size, table_blocks, scale, window, out, out0, out1};
+EXPORT int vc_paged_attention(const Args* a) {
   int rc = 0;
-  with_type(dtype, [&](auto t) { rc = attention<decltype(t)>(a, threads); });
+  with_type(a->dtype, [&](auto t) { rc = attention<decltype(t)>(*a); });
   return rc;
 }

@@ -50,10 +50,10 @@ def openmp_library() -> str:
 
 
 def _compiler() -> str:
-    for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
+    for name in (os.environ.get("CXX"), "g++", "c++"):
         if name and (path := shutil.which(name)):
             return path
-    raise BuildError("no C++ compiler (CXX, g++, c++, clang++) on PATH")
+    raise BuildError("no C++ compiler (CXX, g++, c++) on PATH")
 
 
 def _cpu_features() -> str:

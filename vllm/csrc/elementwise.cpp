@@ -20,34 +20,46 @@ template <class T> INLINE void put(T* p, vf v, int n) {
   else store_part(p, v, n);
 }
 
+struct NormArgs {
+  int64_t dtype, weight_dtype, n0, n1, D;
+  const void* x;
+  int64_t x0, x1;
+  void* residual;  // or null
+  int64_t r0;
+  const void* weight;
+  void* out;
+  int64_t o0, o1, threads;
+  double eps;
+};
+
 // x [n0, n1, D] with strides; a weight of x's type is applied to the rounded value, a wider one before rounding.
-template <class T, class W>
-void rms_norm(int64_t n0, int64_t n1, int64_t D, const T* x, int64_t x0, int64_t x1, T* residual, int64_t r0,
-              const W* weight, float eps, T* out, int64_t o0, int64_t o1, int threads) {
-  for_range(threads, n0 * n1, grain(D), [&](int64_t begin, int64_t end) {
+template <class T, class W> void rms_norm(const NormArgs& a) {
+  const W* weight = (const W*)a.weight;
+  for_range((int)a.threads, a.n0 * a.n1, grain(a.D), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
-      const T* row = x + i / n1 * x0 + i % n1 * x1;
-      T* to = out + i / n1 * o0 + i % n1 * o1;
+      int64_t i0 = i / a.n1, i1 = i % a.n1;
+      const T* row = (const T*)a.x + i0 * a.x0 + i1 * a.x1;
+      T* out = (T*)a.out + i0 * a.o0 + i1 * a.o1;
       vf squares = {};
-      if (residual) {
-        T* res = residual + i * r0;
-        for_columns(D, [&](int64_t d, int n) {
-          vf v = round_to<T>(get(row + d, n) + get(res + d, n));
-          put(res + d, v, n);
+      if (a.residual) {
+        T* residual = (T*)a.residual + i * a.r0;
+        for_columns(a.D, [&](int64_t d, int n) {
+          vf v = round_to<T>(get(row + d, n) + get(residual + d, n));
+          put(residual + d, v, n);
           squares = fma(v, v, squares);
         });
-        row = res;
+        row = residual;
       } else {
-        for_columns(D, [&](int64_t d, int n) {
+        for_columns(a.D, [&](int64_t d, int n) {
           vf v = get(row + d, n);
           squares = fma(v, v, squares);
         });
       }
-      vf scale = splat(1.0f / std::sqrt(sum(squares) / (float)D + eps));
-      for_columns(D, [&](int64_t d, int n) {
+      vf scale = splat(1.0f / std::sqrt(sum(squares) / (float)a.D + (float)a.eps));
+      for_columns(a.D, [&](int64_t d, int n) {
         vf v = get(row + d, n) * scale;
         if constexpr (std::is_same_v<T, W>) v = round_to<T>(v);
-        put(to + d, v * get(weight + d, n), n);
+        put(out + d, v * get(weight + d, n), n);
       });
     }
   });
@@ -78,58 +90,74 @@ void rotate(int64_t heads, int64_t stride, int64_t half, const float* cos_sin, T
 
 }  // namespace
 
-EXPORT void vc_rms_norm(int dtype, int weight_dtype, int64_t n0, int64_t n1, int64_t D, const void* x, int64_t x0,
-                        int64_t x1, void* residual, int64_t r0, const void* weight, float eps, void* out, int64_t o0,
-                        int64_t o1, int threads) {
-  with_type(dtype, [&](auto t) {
+EXPORT int vc_rms_norm(const NormArgs* a) {
+  with_type(a->dtype, [&](auto t) {
     using T = decltype(t);
-    if (weight_dtype == FP32)
-      rms_norm(n0, n1, D, (const T*)x, x0, x1, (T*)residual, r0, (const float*)weight, eps, (T*)out, o0, o1, threads);
-    else
-      rms_norm(n0, n1, D, (const T*)x, x0, x1, (T*)residual, r0, (const T*)weight, eps, (T*)out, o0, o1, threads);
+    if (a->weight_dtype == FP32) rms_norm<T, float>(*a);
+    else rms_norm<T, T>(*a);
   });
+  return 0;
 }
 
-EXPORT void vc_silu_and_mul(int dtype, int64_t rows, int64_t D, const void* x, int64_t ldx, void* out, int64_t ldo,
-                            int threads) {
-  with_type(dtype, [&](auto t) {
+struct SiluArgs { int64_t dtype, T, D; const void* x; int64_t ldx; void* out; int64_t ldo, threads; };
+EXPORT int vc_silu_and_mul(const SiluArgs* a) {
+  with_type(a->dtype, [&](auto t) {
     using T = decltype(t);
-    silu_and_mul(rows, D, (const T*)x, ldx, (T*)out, ldo, threads);
+    silu_and_mul(a->T, a->D, (const T*)a->x, a->ldx, (T*)a->out, a->ldo, (int)a->threads);
   });
+  return 0;
 }
 
-EXPORT int vc_rotary(int dtype, int64_t tokens, int64_t q_heads, int64_t k_heads, int64_t rot_dim, int64_t positions,
-                     const int64_t* position, void* q, int64_t q0, int64_t q1, void* k, int64_t k0, int64_t k1,
-                     const float* cos_sin, int threads) {
-  for (int64_t t = 0; t < tokens; t++)
-    if (position[t] < 0 || position[t] >= positions) return 1;
-  with_type(dtype, [&](auto type) {
+struct RotaryArgs {
+  int64_t dtype, T, H, J, rot_dim, positions;
+  const int64_t* position;
+  void* q;
+  int64_t q0, q1;
+  void* k;
+  int64_t k0, k1;
+  const float* cos_sin;
+  int64_t threads;
+};
+EXPORT int vc_rotary(const RotaryArgs* a) {
+  for (int64_t t = 0; t < a->T; t++)
+    if (a->position[t] < 0 || a->position[t] >= a->positions) return 1;
+  with_type(a->dtype, [&](auto type) {
     using T = decltype(type);
-    for_range(threads, tokens, grain(4 * (q_heads + k_heads) * rot_dim), [&](int64_t begin, int64_t end) {
+    for_range((int)a->threads, a->T, grain(4 * (a->H + a->J) * a->rot_dim), [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; t++) {
-        const float* cs = cos_sin + position[t] * rot_dim;
-        rotate(q_heads, q1, rot_dim / 2, cs, (T*)q + t * q0);
-        rotate(k_heads, k1, rot_dim / 2, cs, (T*)k + t * k0);
+        const float* cs = a->cos_sin + a->position[t] * a->rot_dim;
+        rotate(a->H, a->q1, a->rot_dim / 2, cs, (T*)a->q + t * a->q0);
+        rotate(a->J, a->k1, a->rot_dim / 2, cs, (T*)a->k + t * a->k0);
       }
     });
   });
   return 0;
 }
 
-// Caches [blocks, heads, block_size, D] with strides of block and head; element size is all the types share here.
-EXPORT int vc_reshape_and_cache(int64_t tokens, int64_t heads, int64_t row_bytes, int64_t blocks, int64_t block_size,
-                                const char* k, int64_t k0, int64_t k1, const char* v, int64_t v0, int64_t v1,
-                                char* k_cache, int64_t kc0, int64_t kc1, char* v_cache, int64_t vc0, int64_t vc1,
-                                const int64_t* slots, int threads) {
-  for (int64_t t = 0; t < tokens; t++)
-    if (slots[t] < -1 || slots[t] >= blocks * block_size) return 1;
-  for_range(threads, tokens, 1 + (64 << 10) / (heads * row_bytes), [&](int64_t begin, int64_t end) {
+// Strides in bytes: the element size is all the types differ in here.
+struct CacheArgs {
+  int64_t T, J, row_bytes, blocks, block_size;
+  const char* k;
+  int64_t k0, k1;
+  const char* v;
+  int64_t v0, v1;
+  char* k_cache;
+  int64_t kc0, kc1;
+  char* v_cache;
+  int64_t vc0, vc1;
+  const int64_t* slots;
+  int64_t threads;
+};
+EXPORT int vc_reshape_and_cache(const CacheArgs* a) {
+  for (int64_t t = 0; t < a->T; t++)
+    if (a->slots[t] < -1 || a->slots[t] >= a->blocks * a->block_size) return 1;
+  for_range((int)a->threads, a->T, 1 + (64 << 10) / (a->J * a->row_bytes), [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; t++) {
-      if (slots[t] < 0) continue;
-      int64_t block = slots[t] / block_size, at = slots[t] % block_size * row_bytes;
-      for (int64_t h = 0; h < heads; h++) {
-        std::memcpy(k_cache + block * kc0 + h * kc1 + at, k + t * k0 + h * k1, row_bytes);
-        std::memcpy(v_cache + block * vc0 + h * vc1 + at, v + t * v0 + h * v1, row_bytes);
+      if (a->slots[t] < 0) continue;
+      int64_t block = a->slots[t] / a->block_size, at = a->slots[t] % a->block_size * a->row_bytes;
+      for (int64_t h = 0; h < a->J; h++) {
+        std::memcpy(a->k_cache + block * a->kc0 + h * a->kc1 + at, a->k + t * a->k0 + h * a->k1, a->row_bytes);
+        std::memcpy(a->v_cache + block * a->vc0 + h * a->vc1 + at, a->v + t * a->v0 + h * a->v1, a->row_bytes);
       }
     }
   });

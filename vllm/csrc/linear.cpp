@@ -110,11 +110,21 @@ template <class T> void unpack_row(int64_t K, const T* w, int64_t n, T* out) {
   for (int64_t k = 0; k < K; k++) out[k] = p[(k / pair * NR + j) * pair + k % pair];
 }
 
-// T tokens with `slots` experts each. w13: [E][gate panels, up panels], w2: [E][panels]. See fused_experts in Python.
-template <class T>
-int experts(int64_t tokens, int64_t slots, int64_t E, int64_t I, int64_t D, const T* x, int64_t ldx, const T* w13,
-            const T* w2, const void* ids, bool wide_ids, const float* weights, T* out, int64_t ldo, int threads) {
-  auto id_at = [&](int64_t i) { return wide_ids ? ((const int64_t*)ids)[i] : (int64_t)((const int32_t*)ids)[i]; };
+struct ExpertsArgs {
+  int64_t dtype, wide_ids, T, S, E, I, D;
+  const void* x;
+  int64_t ldx;
+  const void *w13, *w2, *ids;
+  const float* weights;
+  void* out;
+  int64_t ldo, threads;
+};
+
+// w13: [E][gate panels, up panels], w2: [E][panels]. See fused_experts in Python.
+template <class T> int experts(const ExpertsArgs& args) {
+  const int64_t tokens = args.T, slots = args.S, E = args.E, I = args.I, D = args.D, ldx = args.ldx;
+  const T *x = (const T*)args.x, *w13 = (const T*)args.w13, *w2 = (const T*)args.w2;
+  auto id_at = [&](int64_t i) { return args.wide_ids ? ((const int64_t*)args.ids)[i] : (int64_t)((const int32_t*)args.ids)[i]; };
   for (int64_t i = 0; i < tokens * slots; i++)
     if (id_at(i) < -1 || id_at(i) >= E) return 1;
   int64_t i_panels = (I + NR - 1) / NR, d_panels = (D + NR - 1) / NR;
@@ -126,7 +136,7 @@ int experts(int64_t tokens, int64_t slots, int64_t E, int64_t I, int64_t D, cons
   step = step < 1 ? 1 : step;
   for (int64_t t0 = 0; t0 < tokens; t0 += step) {
     int64_t nt = tokens - t0 < step ? tokens - t0 : step, n = nt * slots;
-    const float* wt = weights + t0 * slots;
+    const float* wt = args.weights + t0 * slots;
     int64_t index_bytes = ((2 * n + 2 * (E + 1)) * 8 + 63) / 64 * 64, h_bytes = (n * ldh * sizeof(T) + 63) / 64 * 64;
     char* mem = pair_scratch.get<char>(index_bytes + h_bytes + n * ldy * 4);
     int64_t* order = (int64_t*)mem;    // sorted position -> (token, slot)
@@ -148,7 +158,7 @@ int experts(int64_t tokens, int64_t slots, int64_t E, int64_t I, int64_t D, cons
     }
 
     int64_t work = first[E] * I * D;
-    int used = work < (64 << 10) ? 1 : threads;
+    int used = work < (64 << 10) ? 1 : (int)args.threads;
     // fn(expert, first sorted position, rows, first panel, last panel) over all experts that have tokens
     auto blocks = [&](int64_t K, int64_t panels, auto&& fn) {
       int64_t mc = block_rows(8 * MR_MAX, K), chunks = used == 1 ? 1 : (panels + NP_MAX - 1) / NP_MAX;
@@ -198,7 +208,7 @@ int experts(int64_t tokens, int64_t slots, int64_t E, int64_t I, int64_t D, cons
           vf total = {};
           for (int64_t k = 0; k < slots; k++)
             if (int64_t at = place[t * slots + k]; at >= 0) total += load(y + at * ldy + d);
-          T* to = out + (t0 + t) * ldo + d;
+          T* to = (T*)args.out + (t0 + t) * args.ldo + d;
           if (D - d >= VL) store(to, total);
           else store_part(to, total, (int)(D - d));
         }
@@ -209,44 +219,52 @@ int experts(int64_t tokens, int64_t slots, int64_t E, int64_t I, int64_t D, cons
 
 }  // namespace
 
-EXPORT int vc_panel_width() { return NR; }
+EXPORT int vc_panel_width(const void*) { return NR; }
 
-EXPORT void vc_pack(int dtype, int64_t N, int64_t K, const void* w, int64_t ldw, void* out, int threads) {
-  with_type(dtype, [&](auto t) { using T = decltype(t); pack(N, K, (const T*)w, ldw, (T*)out, threads); });
-}
-
-EXPORT void vc_linear(int dtype, int out_dtype, int64_t M, int64_t N, int64_t K, const void* x, int64_t ldx,
-                      const void* w, const void* bias, void* out, int64_t ldo, int threads) {
-  with_type(dtype, [&](auto t) {
+struct PackArgs { int64_t dtype, N, K; const void* w; int64_t ldw; void* out; int64_t threads; };
+EXPORT int vc_pack(const PackArgs* a) {
+  with_type(a->dtype, [&](auto t) {
     using T = decltype(t);
-    if (out_dtype == FP32)
-      linear(M, N, K, (const T*)x, ldx, (const T*)w, (const T*)bias, (float*)out, ldo, threads);
-    else
-      linear(M, N, K, (const T*)x, ldx, (const T*)w, (const T*)bias, (T*)out, ldo, threads);
+    pack(a->N, a->K, (const T*)a->w, a->ldw, (T*)a->out, (int)a->threads);
   });
+  return 0;
 }
 
-EXPORT int vc_embedding(int dtype, int64_t n, int64_t N, int64_t K, const int64_t* ids, const void* w, void* out,
-                        int threads) {
-  for (int64_t i = 0; i < n; i++)
-    if (ids[i] < 0 || ids[i] >= N) return 1;
-  with_type(dtype, [&](auto t) {
+struct LinearArgs {
+  int64_t dtype, out_dtype, T, N, K;
+  const void* x;
+  int64_t ldx;
+  const void *w, *bias;
+  void* out;
+  int64_t ldo, threads;
+};
+EXPORT int vc_linear(const LinearArgs* a) {
+  with_type(a->dtype, [&](auto t) {
     using T = decltype(t);
-    for_range(threads, n, 1 + (8 << 10) / K, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; i++) unpack_row(K, (const T*)w, ids[i], (T*)out + i * K);
+    auto run = [&](auto* out) {
+      linear(a->T, a->N, a->K, (const T*)a->x, a->ldx, (const T*)a->w, (const T*)a->bias, out, a->ldo, (int)a->threads);
+    };
+    if (a->out_dtype == FP32) run((float*)a->out);
+    else run((T*)a->out);
+  });
+  return 0;
+}
+
+struct EmbeddingArgs { int64_t dtype, T, N, K; const int64_t* ids; const void* w; void* out; int64_t threads; };
+EXPORT int vc_embedding(const EmbeddingArgs* a) {
+  for (int64_t i = 0; i < a->T; i++)
+    if (a->ids[i] < 0 || a->ids[i] >= a->N) return 1;
+  with_type(a->dtype, [&](auto t) {
+    using T = decltype(t);
+    for_range((int)a->threads, a->T, 1 + (8 << 10) / a->K, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++) unpack_row(a->K, (const T*)a->w, a->ids[i], (T*)a->out + i * a->K);
     });
   });
   return 0;
 }
 
-EXPORT int vc_fused_experts(int dtype, int wide_ids, int64_t tokens, int64_t slots, int64_t E, int64_t I, int64_t D,
-                            const void* x, int64_t ldx, const void* w13, const void* w2, const void* ids,
-                            const float* weights, void* out, int64_t ldo, int threads) {
+EXPORT int vc_fused_experts(const ExpertsArgs* a) {
   int rc = 0;
-  with_type(dtype, [&](auto t) {
-    using T = decltype(t);
-    rc = experts(tokens, slots, E, I, D, (const T*)x, ldx, (const T*)w13, (const T*)w2, ids, wide_ids, weights, (T*)out,
-                 ldo, threads);
-  });
+  with_type(a->dtype, [&](auto t) { rc = experts<decltype(t)>(*a); });
   return rc;
 }
