@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the B60 example as its users do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "offline_inference"
+MAX_TOKENS = 24
+SCRIPT = EXAMPLES / "xpu_arc_b60_dp_ep.py"
+
+
+def run_example(*options: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable]
+    if ranks > 1:
+        torchrun = Path(sys.executable).with_name("torchrun")
+        launcher = [str(torchrun), "--standalone", f"--nproc-per-node={ranks}"]
+    return subprocess.run(
+        [*launcher, str(SCRIPT), *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1" if ranks > 1 else "2"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
