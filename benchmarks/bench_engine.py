@@ -93,12 +93,9 @@ def main() -> None:
             for name, results in runs.items()
         }
         report[length] = medians
-        print(
-            f"\n{args.prompts} x ({length} in, {args.output} out), one request of {args.single} out; {args.rounds} rounds"
-        )
-        print(
-            f"{'':16} {'batch tok/s':>12} {'single tok/s':>13} {'first token s':>14} {'peak GiB':>9}   batch and single vs"
-        )
+        load = f"{args.prompts} x ({length} in, {args.output} out), one request of {args.single} out"
+        columns = f"{'batch tok/s':>12} {'single tok/s':>13} {'first token s':>14} {'peak GiB':>9}   batch, single vs"
+        print(f"\n{load}; {args.rounds} rounds\n{'':16} {columns}")
         for name, result in medians.items():
             ratios = "  ".join(
                 f"{other} {medians['this engine']['batch_tok_s'] / theirs['batch_tok_s']:.2f}x "
