@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Upstream's CPU build in an environment of its own, and patched views of it.
 
-``python tests/patches/upstream_env.py`` makes the environment (about 1.5 GB): ``$VLLM_UPSTREAM_ENV``, by default
+``python tests/patches/upstream_env.py`` makes the environment (2 to 4 GB): ``$VLLM_UPSTREAM_ENV``, by default
 ``env-0.32.0`` in the cache of ``upstream_releases``. Tests never change it: each runs on a view, a folder of links
 whose patched files are copies.
 """
