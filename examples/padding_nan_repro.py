@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How padding rows turn real tokens into NaN: each fault put back, beside the code as shipped.
+
+    python examples/padding_nan_repro.py
+
+Takes seconds on a CPU, one process, no weights. Uninitialised memory is NaN throughout, as it often is on the devices
+where the faults were met. The batch is that of the Arc B60 case: prompts of 5, 5, 8 and 8 tokens on a DP rank that runs
+30 rows because the other rank has 30 tokens. Exits 0 if every line is as expected: BUG with the fault, OK as shipped.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+# A backend that, like the device kernels, leaves rows of no request as they were.
+os.environ["VLLM_ATTENTION_BACKEND"] = "TORCH_PAGED"
+
+from vllm import _cpu_ops, _gdn_ops, _xpu_ops
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention import Attention, attention
+from vllm.model_executor.layers.fused_moe import select_experts
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+NAN = float("nan")
+LENGTHS, ROWS = (5, 5, 8, 8), 30
+REAL = sum(LENGTHS)
+BLOCK = 16
+Result = tuple[bool, str]  # whether real tokens and pad rows are as they must be, and what was seen
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = before
+
+
+def random(*size: int, seed: int = 0) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def nan_rows(x: Tensor) -> list[int]:
+    return x.flatten(1).isnan().any(1).nonzero().flatten().tolist()
+
+
+def same(x: Tensor, exact: Tensor) -> bool:
+    return torch.allclose(x.double(), exact.double(), rtol=1e-4, atol=1e-5)
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+def attend(lengths: tuple[int, ...], rows: int, num_reqs: int = 0, cached: int = 0) -> tuple[Tensor, Tensor]:
+    """One step of an attention layer, 4 heads over 2 of 16: (output [rows, 64], exact real rows in fp64)."""
+    heads, kv_heads, size, real = 4, 2, 16, sum(lengths)
+    num_reqs = num_reqs or len(lengths)
+    starts = torch.tensor([0, *lengths] + [0] * (num_reqs - len(lengths))).cumsum(0).to(torch.int32)
+    seq_lens = torch.zeros(num_reqs, dtype=torch.int32)
+    seq_lens[: len(lengths)] = torch.tensor(lengths) + cached
+    positions = [cached + i for n in lengths for i in range(n)]
+    owner = [r for r, n in enumerate(lengths) for _ in range(n)]
+    slots = torch.full((rows,), -1)
+    slots[:real] = torch.tensor([(1 + r) * BLOCK + p for r, p in zip(owner, positions, strict=True)])
+    table = torch.zeros(num_reqs, 1, dtype=torch.int32)
+    table[: len(lengths), 0] = 1 + torch.arange(len(lengths))
+    metadata = CommonAttentionMetadata(
+        starts, starts, seq_lens, seq_lens, table, slots, torch.zeros(num_reqs, dtype=torch.int32),
+        num_reqs, real, rows, max(lengths), max(lengths) + cached,
+    )  # fmt: skip
+    layer = Attention(heads, size, size**-0.5, kv_heads, torch.float32, "layers.0.attn")
+    layer.bind_kv_cache(SimpleNamespace(num_blocks=1 + len(lengths), block_size=BLOCK))  # type: ignore[arg-type]
+    assert layer.kv_cache is not None
+    for i, cache in enumerate(layer.kv_cache):
+        cache[:, :, :cached] = random(1 + len(lengths), kv_heads, cached, size, seed=5 + i)
+    q, k, v = random(rows, 64), random(rows, 32, seed=1), random(rows, 32, seed=2)
+    with set_forward_context({layer.layer_name: metadata}):
+        output = layer(q, k, v)
+    exact = torch.empty(real, heads, size, dtype=torch.float64)
+    for row, (r, p) in enumerate(zip(owner, positions, strict=True)):
+        keys, values = (cache[1 + r, :, : p + 1].double().repeat_interleave(2, 0) for cache in layer.kv_cache)
+        weights = (keys @ q[row].double().view(heads, size, 1)).squeeze(-1).mul(size**-0.5).softmax(-1)
+        exact[row] = (weights[:, None] @ values).squeeze(1)
+    return output, exact.flatten(1)
+
+
+def unwritten_tail() -> Any:
+    """The fault: nobody writes the rows that belong to no request."""
+    return mock.patch.object(attention, "zero_padding_rows")
+
+
+def judge_rows(output: Tensor, exact: Tensor) -> Result:
+    real = len(exact)
+    good = same(output[:real], exact) and bool((output[real:] == 0).all())
+    tail = f"rows {real}..{len(output) - 1}" if real < len(output) else "no pad rows"
+    state = f"NaN in rows {nan_rows(output)}" if nan_rows(output) else f"real rows exact, {tail}: 0"
+    return good, state if real < len(output) else f"{real} real rows exact, no pad rows"
+
+
+def attention_fault() -> Result:
+    with unwritten_tail():
+        return judge_rows(*attend(LENGTHS, ROWS))
+
+
+def attention_shipped() -> Result:
+    return judge_rows(*attend(LENGTHS, ROWS))
+
+
+def split_of_nan_rows(num_actual_tokens: int) -> tuple[int, int]:
+    with unwritten_tail():
+        bad = nan_rows(attend(LENGTHS, ROWS)[0])
+    return sum(row < num_actual_tokens for row in bad), sum(row >= num_actual_tokens for row in bad)
+
+
+def count_fault() -> Result:
+    actual, padding = split_of_nan_rows(ROWS)
+    return actual == 0, f"num_actual_tokens={ROWS} actual_nan_rows={actual} padding_nan_rows={padding}"
+
+
+def count_shipped() -> Result:
+    starts = torch.tensor([0, 5, 10, 18, 26], dtype=torch.int32)
+    try:
+        CommonAttentionMetadata(starts, starts, *(starts,) * 5, 4, ROWS, ROWS, 8, 8)
+    except AssertionError:
+        actual, padding = split_of_nan_rows(REAL)
+        return actual == 0, f"count {ROWS} refused; at {REAL}: actual_nan_rows={actual} padding_nan_rows={padding}"
+    return False, f"count {ROWS} accepted for {REAL} tokens"
+
+
+def one_group_fault() -> Result:
+    with unwritten_tail():
+        return judge_rows(*attend((*LENGTHS, 7, 5, 11, 7), 56))
+
+
+def one_group_shipped() -> Result:
+    return judge_rows(*attend((*LENGTHS, 7, 5, 11, 7), 56))
+
+
+# --- gated delta net -------------------------------------------------------------------------------------------------
+
+G, H, D, K = 2, 4, 16, 4
+WEIGHTS = _gdn_ops.GDNWeights(
+    random(K, 2 * G * D + H * D) / 2, random(H).exp(), random(H, seed=1), random(D), 1e-6, G, D
+)
+COLUMNS = WEIGHTS.conv_dim + H * D + 2 * H
+SLOTS = torch.tensor([1, 2, 3, 4], dtype=torch.int32)
+STARTS = torch.tensor([0, 5, 10, 18, 26], dtype=torch.int32)
+
+
+def prefill_and_decode(pad_value: float, last_start: int, exact: bool = False) -> tuple[Tensor, list[int]]:
+    """The case's prefill, then one clean token for each request: (decode rows [4, 64], slots with NaN)."""
+    x, token = random(ROWS, COLUMNS, seed=3), random(4, COLUMNS, seed=4)
+    x[REAL:] = pad_value
+    conv = torch.zeros(5, K - 1, WEIGHTS.conv_dim)
+    state = torch.zeros(5, H, D, D, dtype=torch.float64 if exact else torch.float32)
+    run: Callable[..., Tensor] = _gdn_ops.gated_delta_net_ref if exact else _gdn_ops.gated_delta_net
+    starts = STARTS.clone()
+    starts[-1] = last_start
+    run(x, WEIGHTS, conv, state, starts, SLOTS)
+    out = run(token, WEIGHTS, conv, state, torch.arange(5, dtype=torch.int32), SLOTS)
+    return out, sorted(set(nan_rows(conv)) | set(nan_rows(state)))
+
+
+def judge_decode(out: Tensor, nan_slots: list[int]) -> Result:
+    exact, _ = prefill_and_decode(0.0, REAL, exact=True)
+    wrong = [r for r in range(4) if not same(out[r], exact[r])]
+    kind = "NaN" if nan_rows(out) else "wrong"
+    slots = f", NaN in state slot {nan_slots}" if nan_slots else ""
+    return not wrong, f"decode of clean input {kind} for request {wrong}{slots}" if wrong else "decode of all 4 exact"
+
+
+def state_fault() -> Result:
+    return judge_decode(*prefill_and_decode(NAN, ROWS))
+
+
+def state_shipped() -> Result:
+    return judge_decode(*prefill_and_decode(NAN, REAL))
+
+
+def zeroed_fault() -> Result:
+    return judge_decode(*prefill_and_decode(0.0, ROWS))
+
+
+def xpu_kernel(core: Tensor, z: Tensor, qkvz: Tensor, *_: Any, **kwargs: Any) -> None:
+    """Stand-in for the XPU kernel, as its source reads: z is garbage past the rows that requests cover."""
+    covered = int(kwargs["non_spec_query_start_loc"][-1])
+    core[:covered] = random(covered, H, D, seed=6)
+    z[covered:] = NAN
+    z[:covered] = qkvz[:covered, -H * D :].unflatten(-1, (H, D))
+
+
+def gate_rows(rows_given: int) -> Tensor:
+    """core and z as the kernel leaves them in zeroed and in uninitialised memory, through the gated norm: [30, 64]."""
+    core, z = torch.zeros(ROWS, H, D), torch.empty(ROWS, H, D)
+    xpu_kernel(core[:rows_given], z[:rows_given], random(ROWS, COLUMNS)[:, : -2 * H], non_spec_query_start_loc=STARTS)
+    return _gdn_ops.rms_norm_gated_ref(core, z, WEIGHTS.norm_weight_E, WEIGHTS.eps).flatten(1)
+
+
+def gate_fault() -> Result:
+    out = gate_rows(ROWS)
+    return not nan_rows(out), f"0 x norm x silu(NaN): NaN in rows {nan_rows(out)}, next layer's input"
+
+
+def gate_shipped() -> Result:
+    pools = torch.zeros(5, K - 1, WEIGHTS.conv_dim), torch.zeros(5, H, D, D)
+    with mock.patch.object(torch.ops, "_xpu_C", SimpleNamespace(gdn_attention=xpu_kernel), create=True):
+        out = _xpu_ops.gated_delta_net(random(ROWS, COLUMNS), WEIGHTS, *pools, STARTS, SLOTS, STARTS)
+    good = same(out[:REAL], gate_rows(ROWS)[:REAL]) and bool((out[REAL:] == 0).all())
+    return good, f"rows {REAL}..{ROWS - 1} of core and gate: 0"
+
+
+# --- MoE routing -----------------------------------------------------------------------------------------------------
+
+EXPERTS, TOP_K, HIDDEN = 8, 2, 32
+W13, W2 = random(EXPERTS, 2 * HIDDEN, HIDDEN) / 8, random(EXPERTS, HIDDEN, HIDDEN, seed=1) / 8
+
+
+def scanning_top_k(logits: Tensor) -> Tensor:
+    """Stand-in for a fused kernel: K scans for the largest unused logit. No NaN is larger than anything, so a row of
+    NaN yields the first expert K times."""
+    rows = []
+    for row in logits.tolist():
+        ids: list[int] = []
+        for _ in range(TOP_K):
+            best, at = -math.inf, 0
+            for expert, value in enumerate(row):
+                if expert not in ids and value > best:
+                    best, at = value, expert
+            ids.append(at)
+        rows.append(ids)
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def experts_by_group(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Stand-in for a grouped GEMM: rows lie one expert after the other, in regions sized by the rows that chose the
+    expert. A row that chose it twice needs a place more than there is and takes the next expert's."""
+    chosen = torch.zeros(len(x), EXPERTS, dtype=torch.bool)
+    for t, row in enumerate(ids.tolist()):
+        chosen[t, [e for e in row if e >= 0]] = True
+    next_place = (chosen.sum(0).cumsum(0) - chosen.sum(0)).tolist()
+    ends = chosen.sum(0).cumsum(0)
+    places = torch.zeros(len(x) * TOP_K + 1, HIDDEN)
+    pairs = []
+    for t, row in enumerate(ids.tolist()):
+        for slot, expert in enumerate(row):
+            if expert >= 0:
+                places[next_place[expert]] = x[t]
+                pairs.append((t, slot, next_place[expert]))
+                next_place[expert] += 1
+    y = torch.zeros_like(x)
+    for t, slot, place in pairs:
+        expert = min(int(torch.searchsorted(ends, place, right=True)), EXPERTS - 1)
+        y[t] += weights[t, slot] * (_cpu_ops.silu_and_mul_ref(places[place] @ W13[expert].T) @ W2[expert].T)
+    return y
+
+
+def route(count: int) -> Result:
+    x, logits = random(ROWS, HIDDEN, seed=7), random(ROWS, EXPERTS, seed=8)
+    x[REAL:], logits[REAL:] = NAN, NAN
+    weights, ids = select_experts(logits, TOP_K, True, count)
+    if count == ROWS:
+        ids = scanning_top_k(logits)
+    exact_weights, exact_ids = logits[:REAL].double().softmax(-1).topk(TOP_K)
+    exact_weights /= exact_weights.sum(-1, keepdim=True)
+    exact = torch.zeros(ROWS, HIDDEN, dtype=torch.float64)
+    for t in range(REAL):
+        for weight, e in zip(exact_weights[t], exact_ids[t].tolist(), strict=True):
+            hidden = _cpu_ops.silu_and_mul_ref(x[t].double() @ W13[e].double().T)
+            exact[t] += weight * (hidden @ W2[e].double().T)
+    outputs = [experts_by_group(x, ids, weights)]
+    if count == REAL:
+        packed = _cpu_ops.pack_expert_weights(W13, gated=True), _cpu_ops.pack_expert_weights(W2)
+        outputs.append(_cpu_ops.fused_experts(x, *packed, ids, weights))
+    wrong = sorted({t for y in outputs for t in range(REAL) if not same(y[t], exact[t])})
+    good = not wrong and all(bool((y[REAL:] == 0).all()) for y in outputs)
+    lost = f"real rows {wrong} NaN" if wrong else "real rows exact"
+    return good, f"pad rows choose experts {ids[-1].tolist()}, {lost}"
+
+
+# --- FP8 amax --------------------------------------------------------------------------------------------------------
+
+
+def fp8_round_trip(x: Tensor, num_real: int) -> tuple[float, Tensor]:
+    """Per-tensor E4M3 quantisation with the amax of the first ``num_real`` rows: (amax, what comes back)."""
+    amax = float(x[:num_real].abs().max())
+    scale = amax / torch.finfo(torch.float8_e4m3fn).max
+    return amax, (x / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+def amax_of(num_real: int) -> Result:
+    output, exact = attend((1,), 128, num_reqs=128, cached=12)
+    amax, back = fp8_round_trip(output, num_real)
+    # E4M3 has 3 bits of mantissa: half a step is 1/16 of the value; below 2^-6 of the largest, of that.
+    good = bool(((back[:1] - exact).abs() <= exact.abs() / 16 + amax * 2**-9).all())
+    return good, f"amax={amax:.4f} padding_nan={bool(output[1:].isnan().any())} real row {'kept' if good else 'lost'}"
+
+
+def amax_fault() -> Result:
+    with unwritten_tail():
+        return amax_of(128)
+
+
+def amax_shipped() -> Result:
+    over_all, over_real = amax_of(128), amax_of(1)
+    return over_all == over_real and over_all[0], over_real[1]
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+# part, case, fault put back, whether that is a BUG, as shipped
+TABLE: list[tuple[str, str, Callable[[], Result], bool, Callable[[], Result]]] = [
+    ("attention", "26 tokens on 30 rows, output not zeroed", attention_fault, True, attention_shipped),
+    ("attention", "NaN rows counted at num_actual_tokens", count_fault, True, count_shipped),
+    ("attention", "TP=4/DP=1: the same fault, nothing to pad", one_group_fault, False, one_group_shipped),
+    ("GDN", "kernel walks to row 30, pad rows NaN", state_fault, True, state_shipped),
+    ("GDN", "kernel walks to row 30, all buffers zeroed", zeroed_fault, True, state_shipped),
+    ("GDN", "output zeroed, gate not (XPU stand-in)", gate_fault, True, gate_shipped),
+    ("MoE routing", "pad rows routed (stand-in kernels)", lambda: route(ROWS), True, lambda: route(REAL)),
+    ("FP8 amax", "1 real + 127 pad rows, amax over all", amax_fault, True, amax_shipped),
+]
+
+
+def main() -> int:
+    as_expected = True
+    with poisoned_memory(), torch.inference_mode():
+        for part, case, fault, is_bug, shipped in TABLE:
+            (fault_good, fault_text), (good, text) = fault(), shipped()
+            as_expected &= good and fault_good is not is_bug
+            print(f"{part}: {case}")
+            print(f"    fault put back: {fault_text} {'OK' if fault_good else 'BUG'}")
+            print(f"    as shipped:     {text} {'OK' if good else 'BUG'}", flush=True)
+    print(
+        "FP8: the engine has no FP8 quantisation; the row quantises its attention output in this script.\n"
+        "MoE, GDN gate: the device kernels are stand-ins written after what is known of them; the rest is the engine.\n"
+        f"{'every line as expected' if as_expected else 'NOT AS EXPECTED'}"
+    )
+    return 0 if as_expected else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The repro prints what is documented, and its exit code notices when the code as shipped is no longer right."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "padding_nan_repro.py"
+
+
+def test_every_fault_is_a_bug_and_everything_shipped_is_right() -> None:
+    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    faults = [line for line in done.stdout.splitlines() if "fault put back:" in line]
+    shipped = [line for line in done.stdout.splitlines() if "as shipped:" in line]
+    assert len(faults) == len(shipped) == 8
+    assert all(line.endswith(" OK") for line in shipped)
+    assert [line.split()[-1] for line in faults].count("BUG") == 7
+    assert faults[2].endswith("no pad rows OK"), "without DP padding the same fault hurts nobody"
+    for part in (
+        "NaN in rows [26, 27, 28, 29] BUG",
+        "num_actual_tokens=30 actual_nan_rows=4 padding_nan_rows=0 BUG",
+        "decode of clean input NaN for request [3], NaN in state slot [4] BUG",
+        "decode of clean input wrong for request [3] BUG",
+        "pad rows choose experts [0, 0]",
+        "amax=nan padding_nan=True real row lost BUG",
+        "padding_nan=False real row kept OK",
+    ):
+        assert part in done.stdout
+
+
+@pytest.fixture
+def repro(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "TORCH_PAGED")
+    spec = importlib.util.spec_from_file_location("padding_nan_repro", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def leave_tail(repro: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(repro.attention, "zero_padding_rows", lambda output, num_actual_tokens: None)
+
+
+def accept_any_count(repro: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(repro.CommonAttentionMetadata, "__post_init__", lambda self: None)
+
+
+def route_padding(repro: Any, patch: pytest.MonkeyPatch) -> None:
+    select = repro.select_experts
+    patch.setattr(repro, "select_experts", lambda logits, k, norm, _: select(logits, k, norm, len(logits)))
+
+
+def walk_on(repro: Any, patch: pytest.MonkeyPatch) -> None:
+    honest = repro._gdn_ops.gated_delta_net
+
+    def walks(x: torch.Tensor, weights: Any, conv: Any, state: Any, starts: torch.Tensor, slots: Any) -> torch.Tensor:
+        return honest(x, weights, conv, state, torch.where(starts == starts[-1], len(x), starts), slots)
+
+    patch.setattr(repro._gdn_ops, "gated_delta_net", walks)
+
+
+@pytest.mark.parametrize("damage", [leave_tail, accept_any_count, route_padding, walk_on])
+def test_damage_is_noticed(
+    repro: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], damage: Callable[..., None]
+) -> None:
+    damage(repro, monkeypatch)
+    assert repro.main() == 1
+    assert "NOT AS EXPECTED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_nan_before_a_projection_fills_its_row(dtype: torch.dtype) -> None:
+    """One NaN channel of 64 before an output projection: its row is NaN in all 2048 columns, no other row in any."""
+    x, weight = torch.randn(4, 64, dtype=dtype), torch.randn(2048, 64, dtype=dtype)
+    x[2, 17] = float("nan")
+    out = F.linear(x, weight)
+    assert out.isnan().sum(1).tolist() == [0, 0, 2048, 0]
+
+
+def test_a_nan_gate_wins_over_a_zero_output(repro: Any) -> None:
+    """Zeroing the delta net's output is not enough while its gate is what memory held."""
+    zeroed, gate = torch.zeros(4, 4, 16), torch.ones(4, 4, 16)
+    gate[3] = float("nan")
+    out = repro._gdn_ops.rms_norm_gated_ref(zeroed, gate, repro.WEIGHTS.norm_weight_E, 1e-6)
+    assert out.isnan().flatten(1).all(1).tolist() == [False, False, False, True]
