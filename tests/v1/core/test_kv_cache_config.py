@@ -39,7 +39,8 @@ def test_blocks_fill_the_budget():
 
 def test_without_prefix_caching_never_more_than_can_be_used():
     assert get_kv_cache_config(LAYERS, 10**9, config(enable_prefix_caching=False)).num_blocks == 4 * 7 + 1
-    assert get_kv_cache_config(LAYERS, 10**9, config()).num_blocks == 10**9 // 4096
+    assert get_kv_cache_config(LAYERS, 10**8, config()).num_blocks == 10**8 // 4096
+    assert get_kv_cache_config(LAYERS, 10**9, config()).num_blocks == 131072
 
 
 def test_state_slots_come_first():

@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec
 
+# Bookkeeping costs memory and start-up time by block: a tiny model's cache would have millions.
+_MOST_CACHED_BLOCKS = 1 << 17
+
 
 def cdiv(a: int, b: int) -> int:
     """ceil(a / b)."""
@@ -19,8 +22,9 @@ def get_kv_cache_config(
 ) -> KVCacheConfig:
     """Cut ``available_bytes`` of this rank into state slots for ``max_num_seqs`` requests, then attention blocks.
 
-    The blocks hold at least one request of ``max_model_len`` tokens; without prefix caching they are never more than
-    ``max_num_seqs`` such requests can fill. ``num_gpu_blocks_override`` sets their number whatever the budget.
+    The blocks hold at least one request of ``max_model_len`` tokens, and never more than ``max_num_seqs`` such requests
+    can fill; with prefix caching up to 131072 blocks all the same.
+    ``num_gpu_blocks_override`` sets their number whatever the budget.
 
     Raises:
         ValueError: the budget is too small, with its numbers and what would fit.
@@ -47,8 +51,8 @@ def get_kv_cache_config(
         num_blocks = most_blocks
     else:
         num_blocks = max(bytes_for_blocks, 0) // bytes_per_block
-        if not cache.enable_prefix_caching:
-            num_blocks = min(num_blocks, most_blocks)
+        cached = _MOST_CACHED_BLOCKS if cache.enable_prefix_caching else 0
+        num_blocks = min(num_blocks, max(most_blocks, cached))
     if num_blocks < needed_blocks:
         fits = max(num_blocks - 1, 0) * block_size
         raise ValueError(

@@ -62,25 +62,32 @@ class Worker:
         return self.runner.get_kv_cache_specs()
 
     def determine_available_memory(self) -> int:
-        """Bytes for the KV cache and recurrent states on this rank, after the largest step was run once.
+        """Bytes for the KV cache and recurrent states on this rank.
 
-        ``kv_cache_memory_bytes`` decides where given; on CPU ``VLLM_CPU_KVCACHE_SPACE`` (GiB) does next; else what
-        ``gpu_memory_utilization`` of the device's memory leaves, on CPU shared by the ranks of this node. All ranks
-        get the smallest rank's answer: schedulers that decide alike need caches of one size.
+        ``kv_cache_memory_bytes`` decides where given; on CPU ``VLLM_CPU_KVCACHE_SPACE`` (GiB) does next; else the
+        largest step is run once and what ``gpu_memory_utilization`` of the device's memory then leaves is taken, on
+        CPU shared by the ranks of this node. All ranks get the smallest rank's answer: schedulers that decide alike need
+        caches of one size.
         """
-        self.runner.profile_run()
-        return min(get_world_group().all_gather_object(self._memory_for_cache()))
+        world = get_world_group()
+        given = world.all_gather_object(self._given_memory())
+        if None in given:
+            self.runner.profile_run()
+            given = world.all_gather_object(self._free_memory())
+        return min(given)
 
-    def _memory_for_cache(self) -> int:
-        cache, on_cpu = self.vllm_config.cache_config, self.platform.device_type == "cpu"
-        if cache.kv_cache_memory_bytes is not None:
-            return cache.kv_cache_memory_bytes
-        if on_cpu and envs.VLLM_CPU_KVCACHE_SPACE:
+    def _given_memory(self) -> int | None:
+        cache = self.vllm_config.cache_config
+        if cache.kv_cache_memory_bytes is None and self.platform.device_type == "cpu" and envs.VLLM_CPU_KVCACHE_SPACE:
             return int(envs.VLLM_CPU_KVCACHE_SPACE * 2**30)
+        return cache.kv_cache_memory_bytes
+
+    def _free_memory(self) -> int:
+        utilization = self.vllm_config.cache_config.gpu_memory_utilization
         free, total = self.platform.memory_info(self.device)
-        if on_cpu:
-            return int(free * cache.gpu_memory_utilization) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return int(total * cache.gpu_memory_utilization) - (total - free)
+        if self.platform.device_type == "cpu":
+            return int(free * utilization) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return int(total * utilization) - (total - free)
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         with torch.device(self.device):
