@@ -66,8 +66,8 @@ class Worker:
 
         ``kv_cache_memory_bytes`` decides where given; on CPU ``VLLM_CPU_KVCACHE_SPACE`` (GiB) does next; else the
         largest step is run once and what ``gpu_memory_utilization`` of the device's memory then leaves is taken, on
-        CPU shared by the ranks of this node. All ranks get the smallest rank's answer: schedulers that decide alike need
-        caches of one size.
+        CPU shared by the ranks of this node. All ranks get the smallest rank's answer: schedulers that decide alike
+        need caches of one size.
         """
         world = get_world_group()
         given = world.all_gather_object(self._given_memory())
