@@ -95,3 +95,20 @@ def test_a_nan_gate_wins_over_a_zero_output(repro: Any) -> None:
     gate[3] = float("nan")
     out = repro._gdn_ops.rms_norm_gated_ref(zeroed, gate, repro.WEIGHTS.norm_weight_E, 1e-6)
     assert out.isnan().flatten(1).all(1).tolist() == [False, False, False, True]
+
+
+def test_a_nan_row_reaches_another_by_an_expert_chosen_twice(repro: Any, nan_poison: None) -> None:
+    """The B60 decode: row 2 of 4 is NaN after a layer's attention, rows 0 and 2 after its MoE. Top-k that repeats an
+    expert and groups sized by distinct choices do that; distinct choices, and this engine's experts, do not."""
+    x, logits = torch.randn(4, repro.HIDDEN), torch.full((4, repro.EXPERTS), -4.0)
+    for row, experts in enumerate(((1, 3), (4, 5), (6, 7), (2, 5))):
+        logits[row, list(experts)] = torch.tensor([2.0, 1.0])
+    x[2], logits[2] = float("nan"), float("nan")
+    weights, ids = repro.select_experts(logits, repro.TOP_K, True, 4)
+    repeated = repro.scanning_top_k(logits)
+    assert repeated[2].tolist() == [0, 0]
+    assert repro.nan_rows(repro.experts_by_group(x, repeated, weights)) == [0, 2]
+    assert repro.nan_rows(repro.experts_by_group(x, ids, weights)) == [2]
+    packed = repro._cpu_ops.pack_expert_weights(repro.W13, gated=True), repro._cpu_ops.pack_expert_weights(repro.W2)
+    for choice in (ids, repeated):
+        assert repro.nan_rows(repro._cpu_ops.fused_experts(x, *packed, choice, weights)) == [2]
