@@ -47,6 +47,7 @@ _FUNCTIONS = (
     "vc_embedding",
     "vc_rms_norm",
     "vc_silu_and_mul",
+    "vc_argmax",
     "vc_rotary",
     "vc_reshape_and_cache",
     "vc_paged_attention",
@@ -326,6 +327,24 @@ def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
         f"out is {out.shape} {out.dtype}, needed {(T, D)} {dtype}"
     )
     kernels.vc_silu_and_mul(_i8(_CODE[dtype], T, D, x.data_ptr(), x0, out.data_ptr(), o0, _threads()))
+    return out
+
+
+def greedy_argmax_ref(logits_TV: Tensor) -> Tensor:
+    """Twin of ``greedy_argmax``."""
+    return logits_TV.argmax(dim=-1)
+
+
+def greedy_argmax(logits_TV: Tensor) -> Tensor:
+    """Index of the first largest element of each row -> int64 [T]; a NaN counts as the largest, as in torch."""
+    kernels = _kernels()
+    if kernels is None or logits_TV.shape[1] < 64:
+        return greedy_argmax_ref(logits_TV)
+    T, V = logits_TV.shape
+    x0, x1 = logits_TV.stride()
+    assert x1 == 1, f"logits' rows must be contiguous, stride is {x1}"
+    out = torch.empty(T, dtype=torch.int64)
+    kernels.vc_argmax(_i7(_CODE[logits_TV.dtype], T, V, logits_TV.data_ptr(), x0, out.data_ptr(), _threads()))
     return out
 
 

@@ -7,6 +7,7 @@
 // or in a batch, for any chunking of the prompt and any number of threads.
 //
 // A key outside a row's range never enters its sums, not even with weight 0: unwritten slots may hold NaN.
+#include <algorithm>
 #include <vector>
 
 #include "gemm.h"
@@ -35,11 +36,13 @@ struct Args {
   double scale;
 };
 
+// Some queries of a request with some of its KV heads. Rows: KV head, query, head of the group.
 struct Task {
-  int64_t request, kv_head;
+  int64_t request, kv_head, kv_heads;
   int64_t first_query, queries;  // within the request
+  int64_t per_head, rows;        // rows of a KV head, of all
   int64_t first_split, splits;
-  int64_t rows;
+  int64_t work;
   float* partial;  // state of each split when the splits are tasks of their own, else null
 };
 
@@ -54,6 +57,7 @@ thread_local Scratch scratch, keys_scratch;
 
 struct Keys { int64_t lo, hi; };  // [lo, hi) of one row
 
+// Of a row of the first KV head: the others are alike.
 Keys keys_of(const Args& a, const Task& t, int64_t row) {
   int64_t G = a.heads / a.kv_heads, len = a.start[t.request + 1] - a.start[t.request];
   int64_t pos = a.lens[t.request] - len + t.first_query + row / G;
@@ -61,7 +65,10 @@ Keys keys_of(const Args& a, const Task& t, int64_t row) {
   return {lo, pos + 1};
 }
 
-// Where the keys of a block lie in the caches; null outside [lo, hi) of the task.
+// Whether so few rows share a V that copying it is not worth while.
+bool reads_cache(const Args& a, int64_t per_head) { return per_head <= MR_MAX && a.D % VL == 0; }
+
+// Where the keys of a block lie in the caches, at the first KV head; null outside [lo, hi) of the task.
 template <class T> struct Block {
   const T *k[KB], *v[KB];
   void find(const Args& a, const Task& t, int64_t base, int64_t lo, int64_t hi) {
@@ -81,13 +88,13 @@ template <class T> struct Block {
 };
 
 // A row of the next block is asked for while this block is in use; null does nothing.
-INLINE void prefetch_row(const void* row, int64_t bytes) {
+template <class T> INLINE void prefetch_row(const T* row, int64_t head, int64_t D) {
   if (row)
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)row + i, 0, 2);
+    for (int64_t d = 0; d < D; d += 64 / sizeof(T)) __builtin_prefetch(row + head + d, 0, 2);
 }
 
-// K transposed, in panels [KB/NR] of padded_k(D) x NR as gemm.h has them; keys outside the task become 0.
-template <class T> void load_keys(int64_t D, const T* const* rows, const T* const* next, T* kt) {
+// K at `head` from the rows, transposed, in panels [KB/NR] of padded_k(D) x NR as gemm.h has them; keys outside the task become 0.
+template <class T> void load_keys(int64_t D, int64_t head, const T* const* rows, const T* const* next, T* kt) {
   constexpr int PER = 4 / sizeof(T);                     // elements in a word: two d of a key
   constexpr int PAIR = std::is_same_v<T, bf16> ? 2 : 1;  // of them side by side in a panel
   for (int i = 0; i < KB; i += VL) {
@@ -99,10 +106,10 @@ template <class T> void load_keys(int64_t D, const T* const* rows, const T* cons
 #pragma GCC unroll 16
       for (int j = 0; j < VL; j++) {
         if (!row[j]) m[j] = vu{};
-        else if (left >= VL * PER) m[j] = load_bits<vu>(row[j] + d);
+        else if (left >= VL * PER) m[j] = load_bits<vu>(row[j] + head + d);
         else {
           T part[VL * PER] = {};
-          std::memcpy(part, row[j] + d, left * sizeof(T));
+          std::memcpy(part, row[j] + head + d, left * sizeof(T));
           m[j] = load_bits<vu>(part);
         }
       }
@@ -120,17 +127,19 @@ template <class T> void load_keys(int64_t D, const T* const* rows, const T* cons
         }
       }
     }
-    for (int j = 0; j < VL; j++) prefetch_row(next[i + j], D * sizeof(T));
+    for (int j = 0; j < VL; j++) prefetch_row(next[i + j], head, D);
   }
 }
 
 // V in fp32 panels [Dp/NR][KB][NR]; places of keys outside the task are left as they are.
-template <class T> void load_values(int64_t D, int64_t Dp, const T* const* rows, const T* const* next, float* v) {
+template <class T>
+void load_values(int64_t D, int64_t Dp, int64_t head, const T* const* rows, const T* const* next, float* v) {
   for (int i = 0; i < KB; i++) {
-    prefetch_row(next[i], D * sizeof(T));
+    prefetch_row(next[i], head, D);
     if (!rows[i]) continue;
+    const T* row = rows[i] + head;
     for (int64_t d = 0; d < Dp; d += VL) {
-      vf x = D - d >= VL ? load(rows[i] + d) : D > d ? load_part(rows[i] + d, (int)(D - d)) : vf{};
+      vf x = D - d >= VL ? load(row + d) : D > d ? load_part(row + d, (int)(D - d)) : vf{};
       store(v + d / NR * KB * NR + i * NR + d % NR, x);
     }
   }
@@ -145,20 +154,20 @@ INLINE void add_values(int rows, int64_t k0, int64_t k1, int64_t Dp, const float
          o + i * NR, Dp, true);
 }
 
-// The same for the few rows of a decode step, straight from the cache: columns [d, d + NV * VL).
+// The same for the few rows of a decode step, straight from the cache: NV registers of columns at `at` from the rows.
 template <class T, int MR, int NV>
-void add_cached(int64_t k0, int64_t k1, int64_t d, int64_t Dp, const float* p, const T* const* v, const T* const* next,
-                float* o) {
+void add_cached(int64_t k0, int64_t k1, int64_t at, const float* p, const T* const* v, const T* const* next, float* o,
+                int64_t Dp) {
   vf acc[MR][NV];
 #pragma GCC unroll 4
   for (int r = 0; r < MR; r++)
 #pragma GCC unroll 4
-    for (int j = 0; j < NV; j++) acc[r][j] = load(o + r * Dp + d + j * VL);
+    for (int j = 0; j < NV; j++) acc[r][j] = load(o + r * Dp + j * VL);
   for (int64_t k = k0; k < k1; k++) {
-    if (next[k]) __builtin_prefetch(next[k] + d, 0, 2), __builtin_prefetch(next[k] + d + NV * VL - 1, 0, 2);
+    if (next[k]) __builtin_prefetch(next[k] + at, 0, 2), __builtin_prefetch(next[k] + at + NV * VL - 1, 0, 2);
     vf w[NV];
 #pragma GCC unroll 4
-    for (int j = 0; j < NV; j++) w[j] = load(v[k] + d + j * VL);
+    for (int j = 0; j < NV; j++) w[j] = load(v[k] + at + j * VL);
 #pragma GCC unroll 4
     for (int r = 0; r < MR; r++) {
       vf x = splat(p[r * KB + k]);
@@ -169,11 +178,11 @@ void add_cached(int64_t k0, int64_t k1, int64_t d, int64_t Dp, const float* p, c
 #pragma GCC unroll 4
   for (int r = 0; r < MR; r++)
 #pragma GCC unroll 4
-    for (int j = 0; j < NV; j++) store(o + r * Dp + d + j * VL, acc[r][j]);
+    for (int j = 0; j < NV; j++) store(o + r * Dp + j * VL, acc[r][j]);
 }
 template <class T>
-void add_cached(int rows, int64_t k0, int64_t k1, int64_t D, int64_t Dp, const float* p, const T* const* v,
-                const T* const* next, float* o) {
+void add_cached(int rows, int64_t k0, int64_t k1, int64_t D, int64_t Dp, int64_t head, const float* p,
+                const T* const* v, const T* const* next, float* o) {
   if (k0 >= k1) return;
   for (int r = 0; r < rows; r += 4) {
     int n = rows - r < 4 ? rows - r : 4;
@@ -182,10 +191,10 @@ void add_cached(int rows, int64_t k0, int64_t k1, int64_t D, int64_t Dp, const f
     for (int64_t d = 0; d < D;) {
       auto columns = [&](auto width) {
         constexpr int NV = decltype(width)::value;
-        if (n == 1) add_cached<T, 1, NV>(k0, k1, d, Dp, pr, v, next, to);
-        if (n == 2) add_cached<T, 2, NV>(k0, k1, d, Dp, pr, v, next, to);
-        if (n == 3) add_cached<T, 3, NV>(k0, k1, d, Dp, pr, v, next, to);
-        if (n == 4) add_cached<T, 4, NV>(k0, k1, d, Dp, pr, v, next, to);
+        if (n == 1) add_cached<T, 1, NV>(k0, k1, head + d, pr, v, next, to + d, Dp);
+        if (n == 2) add_cached<T, 2, NV>(k0, k1, head + d, pr, v, next, to + d, Dp);
+        if (n == 3) add_cached<T, 3, NV>(k0, k1, head + d, pr, v, next, to + d, Dp);
+        if (n == 4) add_cached<T, 4, NV>(k0, k1, head + d, pr, v, next, to + d, Dp);
         d += NV * VL;
       };
       if (D - d >= 4 * VL) columns(std::integral_constant<int, 4>{});
@@ -232,15 +241,15 @@ INLINE void softmax_row(float* x, Keys keys, float* m, float* l, float* o, int64
 }
 
 // The rows of a task over one split, from an empty state. `block` has room for K, then V of a block; p for the scores
-// [rows][KB].
+// [per_head][KB]. A block is done for all KV heads before the next: they lie side by side in memory.
 template <class T>
-void run_split(const Args& a, const Task& t, int64_t split, const Keys* keys, const float* q, int64_t Dp, State s,
-               float* block, float* p) {
-  std::fill(s.m, s.m + t.rows, -INF);
-  std::fill(s.l, s.l + t.rows, 0.0f);
-  std::fill(s.o, s.o + t.rows * Dp, 0.0f);
-  const int64_t Kp = padded_k<T>(a.D), lo = keys[0].lo, hi = keys[t.rows - 1].hi;
-  const bool cached = t.rows <= MR_MAX && a.D % VL == 0;  // too few rows to be worth a copy of V
+void run_split(const Args& a, const Task& t, int64_t split, const Keys* keys, const float* q_rows, int64_t Dp,
+               State state, float* block, float* p) {
+  std::fill(state.m, state.m + t.rows, -INF);
+  std::fill(state.l, state.l + t.rows, 0.0f);
+  std::fill(state.o, state.o + t.rows * Dp, 0.0f);
+  const int64_t Kp = padded_k<T>(a.D), lo = keys[0].lo, hi = keys[t.per_head - 1].hi;
+  const bool cached = reads_cache(a, t.per_head);
   T* kt = (T*)block;
   int64_t begin = split * SPLIT, end = begin + SPLIT < hi ? begin + SPLIT : hi;
   if (lo > begin) begin = lo / KB * KB;
@@ -250,37 +259,40 @@ void run_split(const Args& a, const Task& t, int64_t split, const Keys* keys, co
     const Block<T>& now = two[i];
     Block<T>& next = two[i ^ 1];
     next.find(a, t, base + KB, lo, hi);
-    load_keys(a.D, now.k, next.k, kt);
-    for_tiles(t.rows, [&](int64_t r0, int rows) {
-      int64_t tile_hi = in_block(keys[r0 + rows - 1], base).hi;
-      if (tile_hi <= in_block(keys[r0], base).lo) return;
-      int panels = (int)((tile_hi + NR - 1) / NR), group = panels_of_tile(rows);
-      for (int i = 0; i < panels; i += group)
-        tile(rows, panels - i < group ? panels - i : group, Kp, q + r0 * Kp, Kp, kt + i * Kp * NR, Kp * NR,
-             p + r0 * KB + i * NR, KB, false);
-      for (int64_t r = r0; r < r0 + rows; r++)
-        if (Keys k = in_block(keys[r], base); k.lo < k.hi)
-          softmax_row(p + r * KB, k, s.m + r, s.l + r, s.o + r * Dp, Dp);
-    });
-    if (!cached) load_values(a.D, Dp, now.v, next.v, block);
-    for_tiles(t.rows, [&](int64_t r0, int rows) {
-      auto add = [&](int64_t r, int n, int64_t k0, int64_t k1) {
-        if (cached) add_cached(n, k0, k1, a.D, Dp, p + r * KB, now.v, next.v, s.o + r * Dp);
-        else add_values(n, k0, k1, Dp, p + r * KB, block, s.o + r * Dp);
-      };
-      // keys that all rows of the tile see, and what single rows see before and after them
-      int64_t c0 = in_block(keys[r0 + rows - 1], base).lo, c1 = in_block(keys[r0], base).hi;
-      if (c0 > c1) c1 = c0;
-      auto alone = [&](int64_t from, int64_t to) {
-        for (int64_t r = r0; r < r0 + rows; r++) {
-          Keys k = in_block(keys[r], base);
-          add(r, 1, k.lo > from ? k.lo : from, k.hi < to ? k.hi : to);
-        }
-      };
-      alone(0, c0);
-      add(r0, rows, c0, c1);
-      alone(c1, KB);
-    });
+    for (int64_t head = 0; head < t.kv_heads; head++) {
+      const float* q = q_rows + head * t.per_head * Kp;
+      float *m = state.m + head * t.per_head, *l = state.l + head * t.per_head, *o = state.o + head * t.per_head * Dp;
+      load_keys(a.D, head * a.kc1, now.k, next.k, kt);
+      for_tiles(t.per_head, [&](int64_t r0, int rows) {
+        int64_t tile_hi = in_block(keys[r0 + rows - 1], base).hi;
+        if (tile_hi <= in_block(keys[r0], base).lo) return;
+        int panels = (int)((tile_hi + NR - 1) / NR), group = panels_of_tile(rows);
+        for (int i = 0; i < panels; i += group)
+          tile(rows, panels - i < group ? panels - i : group, Kp, q + r0 * Kp, Kp, kt + i * Kp * NR, Kp * NR,
+               p + r0 * KB + i * NR, KB, false);
+        for (int64_t r = r0; r < r0 + rows; r++)
+          if (Keys k = in_block(keys[r], base); k.lo < k.hi) softmax_row(p + r * KB, k, m + r, l + r, o + r * Dp, Dp);
+      });
+      if (!cached) load_values(a.D, Dp, head * a.vc1, now.v, next.v, block);
+      for_tiles(t.per_head, [&](int64_t r0, int rows) {
+        auto add = [&](int64_t r, int n, int64_t k0, int64_t k1) {
+          if (cached) add_cached(n, k0, k1, a.D, Dp, head * a.vc1, p + r * KB, now.v, next.v, o + r * Dp);
+          else add_values(n, k0, k1, Dp, p + r * KB, block, o + r * Dp);
+        };
+        // keys that all rows of the tile see, and what single rows see before and after them
+        int64_t c0 = in_block(keys[r0 + rows - 1], base).lo, c1 = in_block(keys[r0], base).hi;
+        if (c0 > c1) c1 = c0;
+        auto alone = [&](int64_t from, int64_t to) {
+          for (int64_t r = r0; r < r0 + rows; r++) {
+            Keys k = in_block(keys[r], base);
+            add(r, 1, k.lo > from ? k.lo : from, k.hi < to ? k.hi : to);
+          }
+        };
+        alone(0, c0);
+        add(r0, rows, c0, c1);
+        alone(c1, KB);
+      });
+    }
   }
 }
 
@@ -306,7 +318,8 @@ void merge(State total, State s, int64_t rows, int64_t Dp) {
 template <class T> void write_rows(const Args& a, const Task& t, State s, int64_t Dp) {
   int64_t G = a.heads / a.kv_heads;
   for (int64_t r = 0; r < t.rows; r++) {
-    int64_t row = a.start[t.request] + t.first_query + r / G, head = t.kv_head * G + r % G;
+    int64_t in_head = r % t.per_head, head = (t.kv_head + r / t.per_head) * G + in_head % G;
+    int64_t row = a.start[t.request] + t.first_query + in_head / G;
     T* to = (T*)a.out + row * a.out0 + head * a.out1;
     const float* o = s.o + r * Dp;
     float scale = 1.0f / s.l[r];
@@ -323,7 +336,6 @@ template <class T> int attention(const Args& a) {
   int64_t per_task = ROWS / G < 1 ? 1 : ROWS / G;
   std::vector<Task> tasks;
   int64_t work = 0;
-  // Later queries see more keys: the longest tasks come first, so that threads finish together.
   for (int64_t r = 0; r < a.requests; r++) {
     int64_t len = a.lens[r], queries = a.start[r + 1] - a.start[r];
     if (queries < 0 || len < 0 || a.start[r + 1] > a.tokens) return 1;
@@ -335,18 +347,22 @@ template <class T> int attention(const Args& a) {
       if (block < 0 || block >= a.blocks) return 2;
     }
     int64_t n = (queries + per_task - 1) / per_task;
-    for (int64_t i = n - 1; i >= 0; i--) {
-      int64_t q0 = queries * i / n, q1 = queries * (i + 1) / n;
-      for (int64_t h = 0; h < a.kv_heads; h++) {
-        Task t{r, h, q0, q1 - q0, 0, 0, (q1 - q0) * G, nullptr};
-        int64_t lo = keys_of(a, t, 0).lo, hi = keys_of(a, t, t.rows - 1).hi;
+    int64_t together = n == 1 && reads_cache(a, queries * G) && a.requests >= 4 * threads ? a.kv_heads : 1;
+    for (int64_t i = 0; i < n; i++) {
+      int64_t q0 = queries * i / n, q1 = queries * (i + 1) / n, per_head = (q1 - q0) * G;
+      for (int64_t h = 0; h < a.kv_heads; h += together) {
+        Task t{r, h, together, q0, q1 - q0, per_head, per_head * together, 0, 0, 0, nullptr};
+        int64_t lo = keys_of(a, t, 0).lo, hi = keys_of(a, t, per_head - 1).hi;
         t.first_split = lo / SPLIT;
         t.splits = (hi + SPLIT - 1) / SPLIT - t.first_split;
-        work += (hi - lo) * t.rows * a.D;
+        t.work = (hi - lo) * t.rows * a.D;
+        work += t.work;
         tasks.push_back(t);
       }
     }
   }
+  // The longest come first, so that the threads finish together.
+  std::stable_sort(tasks.begin(), tasks.end(), [](const Task& x, const Task& y) { return x.work > y.work; });
   int64_t n = (int64_t)tasks.size();
   if (work < (128 << 10)) threads = 1;
 
@@ -374,12 +390,13 @@ template <class T> int attention(const Args& a) {
   auto run = [&](const Task& t, int64_t split0, int64_t splits) {
     int64_t state = State::floats(t.rows, Dp);
     int64_t Kp = padded_k<T>(a.D), q_size = (t.rows * Kp + 15) / 16 * 16;
-    float* mem = scratch.get<float>(KB * Dp + t.rows * KB + q_size + 2 * state);
-    float *block = mem, *p = block + KB * Dp, *q = p + t.rows * KB, *states = q + q_size;
-    Keys* keys = keys_scratch.get<Keys>(t.rows);
+    float* mem = scratch.get<float>(KB * Dp + t.per_head * KB + q_size + 2 * state);
+    float *block = mem, *p = block + KB * Dp, *q = p + t.per_head * KB, *states = q + q_size;
+    Keys* keys = keys_scratch.get<Keys>(t.per_head);
+    for (int64_t r = 0; r < t.per_head; r++) keys[r] = keys_of(a, t, r);
     for (int64_t r = 0; r < t.rows; r++) {
-      keys[r] = keys_of(a, t, r);
-      int64_t row = a.start[t.request] + t.first_query + r / G, head = t.kv_head * G + r % G;
+      int64_t in_head = r % t.per_head, head = (t.kv_head + r / t.per_head) * G + in_head % G;
+      int64_t row = a.start[t.request] + t.first_query + in_head / G;
       widen_row((const T*)a.q + row * a.q0 + head * a.q1, a.D, Kp, q + r * Kp);
       for (int64_t d = 0; d < a.D; d++) q[r * Kp + d] *= (float)a.scale;
     }

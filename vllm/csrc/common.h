@@ -37,6 +37,11 @@ typedef float vf __attribute__((vector_size(VL * 4)));
 typedef int32_t vi __attribute__((vector_size(VL * 4)));
 typedef uint32_t vu __attribute__((vector_size(VL * 4)));
 typedef uint16_t vh __attribute__((vector_size(VL * 2)));
+#if defined(__aarch64__)
+typedef __fp16 vhalf __attribute__((vector_size(VL * 2)));
+#elif !defined(__AVX2__)
+typedef _Float16 vhalf __attribute__((vector_size(VL * 2)));
+#endif
 
 constexpr float INF = std::numeric_limits<float>::infinity();
 
@@ -84,29 +89,25 @@ INLINE vf load(const fp16* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(__AVX2__) && defined(__F16C__)
   return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
-#elif defined(__aarch64__)
-  typedef __fp16 v16 __attribute__((vector_size(VL * 2)));
-  return __builtin_convertvector(load_bits<v16>(p), vf);
 #else
-#error "no fp16 conversion on this machine"
+  return __builtin_convertvector(load_bits<vhalf>(p), vf);
 #endif
 }
 
 INLINE void store(float* p, vf v) { store_bits(p, v); }
-INLINE void store(bf16* p, vf v) {  // round to nearest even; a NaN stays one
+INLINE vu round_bf16(vf v) {  // the upper half of each word is v rounded to nearest even; a NaN stays one
   vu u = (vu)v;
-  vu r = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-  r = v == v ? r : (vu)(vi{} + 0x7fc0);
-  store_bits(p, narrow(r));
+  vu r = u + 0x7fffu + ((u >> 16) & 1u);
+  return v == v ? r : u | 0x400000u;
 }
+INLINE void store(bf16* p, vf v) { store_bits(p, narrow(round_bf16(v) >> 16)); }
 INLINE void store(fp16* p, vf v) {
 #if defined(__AVX512F__) && defined(__AVX512BW__)
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #elif defined(__AVX2__) && defined(__F16C__)
   _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-#elif defined(__aarch64__)
-  typedef __fp16 v16 __attribute__((vector_size(VL * 2)));
-  store_bits(p, __builtin_convertvector(v, v16));
+#else
+  store_bits(p, __builtin_convertvector(v, vhalf));
 #endif
 }
 
@@ -123,7 +124,8 @@ template <class T> INLINE void store_part(T* p, vf v, int n) {
 }
 
 template <class T> INLINE vf round_to(vf v) {
-  if constexpr (sizeof(T) == 4) return v;
+  if constexpr (std::is_same_v<T, float>) return v;
+  if constexpr (std::is_same_v<T, bf16>) return (vf)(round_bf16(v) & 0xffff0000u);
   T tmp[VL];
   store(tmp, v);
   return load(tmp);
