@@ -7,21 +7,16 @@ Reference tokens are transformers'. NaN is put in where a fault of a kernel, a c
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import launcher
 import pytest
+import rank_checks
 import tiny_hybrids as hybrids
 import tiny_models as tiny
 import torch
-
-sys.path.append(str(Path(__file__).parents[1] / "distributed"))
-
-import launcher
-import rank_checks
 from test_step import make_llm as make_rank_llm
 
 from vllm.v1.debug.nan_trace import NanError
@@ -384,7 +379,9 @@ def test_raise_stops_every_rank_with_the_finders_line(tp: int, dp: int) -> None:
     for outcome in outcomes_of("row", tp, dp, "raise"):
         assert outcome.status == "raised"
         assert isinstance(outcome.exception, NanError)
-        assert re.search(rf"dp_rank={2 - tp} layer_idx=1 .*owners=\[1: request '1' position 10 \(real\)\]", outcome.error)
+        assert re.search(
+            rf"dp_rank={2 - tp} layer_idx=1 .*owners=\[1: request '1' position 10 \(real\)\]", outcome.error
+        )
         assert outcome.seconds < 20
 
 
