@@ -24,6 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm.csrc import build
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
 
 _threads = torch.get_num_threads
 
@@ -42,6 +45,7 @@ _i15, _i16, _i19 = struct.Struct("15q").pack, struct.Struct("16q").pack, struct.
 _i15_f, _i27_f = struct.Struct("15qd").pack, struct.Struct("27qd").pack
 _FUNCTIONS = (
     "vc_panel_width",
+    "vc_matrix_unit",
     "vc_pack",
     "vc_linear",
     "vc_embedding",
@@ -62,6 +66,8 @@ def _kernels() -> Any:
     if library is not None:
         for name in _FUNCTIONS:
             getattr(library, name).argtypes = [ctypes.c_char_p]
+        if library.vc_matrix_unit(None) == 2:
+            logger.warning("the processor's matrix unit failed its test, the vector kernels run bfloat16 instead")
     return library
 
 
@@ -133,7 +139,7 @@ def huge_page_empty(size: int, dtype: torch.dtype) -> Tensor:
 
 def _packed_size(N: int, K: int, dtype: torch.dtype) -> int:
     width = _kernels().vc_panel_width(None)
-    return -(-N // width) * width * (K + K % 2 if dtype is torch.bfloat16 else K)
+    return -(-N // width) * width * (-(-K // 32) * 32 if dtype is torch.bfloat16 else K)
 
 
 def _pack_into(weight_NK: Tensor, out: Tensor) -> None:

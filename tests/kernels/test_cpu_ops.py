@@ -7,6 +7,7 @@ practice by a few 2^-24, of which ``SUM`` is a generous multiple. The result is 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -545,6 +546,54 @@ def test_fused_experts_misuse():
         ops.fused_experts(torch.randn(2, 9), *packed, torch.zeros(2, 1, dtype=torch.int64), weights)
     with pytest.raises(AssertionError, match="gated"):
         ops.fused_experts(x, packed[1], packed[1], torch.zeros(2, 1, dtype=torch.int64), weights)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Matrix unit
+
+
+@pytest.fixture(scope="module")
+def matrix_unit(tmp_path_factory):
+    """The linear kernels built with the matrix unit's instructions emulated in C++."""
+    if ops._kernels().vc_panel_width(None) != 32:
+        pytest.skip("the matrix unit's panels are those of 512-bit registers")
+    folder = tmp_path_factory.mktemp("amx")
+    flags = [flag for flag in build.FLAGS if flag != "-O3"]
+    sources = [str(build.SOURCE_DIR / name) for name in ("linear.cpp", "kernels.cpp")]
+    command = ["g++", "-O1", *flags, "-DAMX_EMULATED", "-shared", *sources, "-o", str(folder / "amx.so")]
+    subprocess.run([*command, build.openmp_library()], check=True)
+    library = ctypes.CDLL(str(folder / "amx.so"))
+    for name in ("vc_pack", "vc_linear", "vc_embedding", "vc_fused_experts"):
+        getattr(library, name).argtypes = [ctypes.c_char_p]
+    assert library.vc_matrix_unit(None) == 1
+    return library
+
+
+def test_matrix_unit_linear(matrix_unit, monkeypatch, threads):
+    monkeypatch.setattr(ops, "_kernels", lambda: matrix_unit)
+    for N, K in ((96, 64), (70, 33), (33, 100), (5, 1)):
+        weight, bias = torch.randn(N, K).bfloat16(), torch.randn(N).bfloat16()
+        packed = ops.pack_linear_weight(weight)
+        assert torch.equal(ops.embedding(torch.arange(N), packed), weight)
+        x = wide_rows(200, K, torch.bfloat16)
+        want = x.double() @ weight.double().T + bias.double()
+        magnitude = x.double().abs() @ weight.double().abs().T + bias.double().abs()
+        alone = torch.cat([ops.linear(row, packed, bias) for row in x.split(1)])
+        assert_close(alone, want, magnitude)
+        for M in (2, 15, 16, 17, 31, 32, 33, 48, 97, 200):
+            assert torch.equal(ops.linear(x[:M], packed, bias), alone[:M]), M
+
+
+def test_matrix_unit_experts(matrix_unit, monkeypatch, threads):
+    monkeypatch.setattr(ops, "_kernels", lambda: matrix_unit)
+    E, I, D, S, T = 3, 40, 50, 2, 70
+    w13, w2 = (torch.randn(E, 2 * I, D) / 8).bfloat16(), (torch.randn(E, D, I) / 8).bfloat16()
+    x, ids, weights = torch.randn(T, D).bfloat16(), torch.rand(T, E).topk(S).indices, torch.rand(T, S)
+    ids[4] = -1
+    want, magnitude = naive_experts(x, w13, w2, ids, weights)
+    x[4] = NAN
+    got = ops.fused_experts(x, ops.pack_expert_weights(w13, True), ops.pack_expert_weights(w2), ids, weights)
+    assert_close(got, want, magnitude * (1 + 4 * torch.finfo(torch.bfloat16).eps / SUM))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

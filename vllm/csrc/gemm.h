@@ -6,14 +6,17 @@
 // number of rows nor on its place among them.
 //
 // Panel of fp32 and fp16: [K][NR]. Panel of bf16: [K/2][NR][2], the two k of a column in one 32-bit word, so that one
-// load and one shift or mask make a register of floats; an odd K is padded with a zero.
+// load and one shift or mask make a register of floats; K is padded with zeros.
 #pragma once
 
 #include "common.h"
 
 constexpr int NP_MAX = 4;  // panels of one tile
 
-template <class W> constexpr int64_t padded_k(int64_t K) { return std::is_same_v<W, bf16> ? (K + 1) / 2 * 2 : K; }
+// K of a panel; weights take `unit` 32, so that the matrix unit finds whole tiles.
+template <class W> constexpr int64_t padded_k(int64_t K, int64_t unit = 2) {
+  return std::is_same_v<W, bf16> ? (K + unit - 1) / unit * unit : K;
+}
 constexpr int panels_of_tile(int rows) {
   int n = MR_MAX / rows;
   return n < 1 ? 1 : n > NP_MAX ? NP_MAX : n;

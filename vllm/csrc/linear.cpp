@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Linear layers over packed weights, embedding rows out of them, and SwiGLU experts.
-#include "gemm.h"
+#include "amx.h"
 
 namespace {
 
 constexpr int64_t A_BYTES = 384 << 10;  // fp32 rows of one block: they share the L2 cache with a weight panel
-thread_local Scratch a_scratch, c_scratch, pair_scratch;
+thread_local Scratch a_scratch, c_scratch, gate_scratch, pair_scratch;
 
 int64_t block_rows(int64_t M, int64_t K) {
   int64_t most = A_BYTES / (K * 4) / MR_MAX * MR_MAX;
@@ -14,16 +14,45 @@ int64_t block_rows(int64_t M, int64_t K) {
   return (M + blocks - 1) / blocks;
 }
 
-// The rows of A as fp32: in place when they are, else in the thread's scratch. `row(i)` points at row i.
-template <class T, class Row>
-const float* widen_rows(int64_t rows, int64_t K, bool in_place, int64_t* lda, Row&& row) {
-  if constexpr (std::is_same_v<T, float>)
-    if (in_place) return row(0);
-  int64_t padded = padded_k<T>(K);
-  *lda = (padded + 15) / 16 * 16 + 16;  // never a multiple of the page size: rows fall into different cache sets
-  float* a = a_scratch.get<float>(rows * *lda);
-  for (int64_t i = 0; i < rows; i++) widen_row(row(i), K, padded, a + i * *lda);
-  return a;
+template <class W> constexpr int64_t weight_k(int64_t K) { return padded_k<W>(K, 32); }
+
+// 0 the vector kernels run, 1 the matrix unit runs bfloat16, 2 it failed its test and the vector kernels run.
+int matrix_unit() {
+#if HAS_AMX
+  static const int state = [] {
+    const char* wish = std::getenv("VLLM_CPU_AMX");
+    if (wish && wish[0] == '0') return 0;
+    return !amx_allowed() ? 0 : amx_works() ? 1 : 2;
+  }();
+  return state;
+#endif
+  return 0;
+}
+template <class T> bool on_matrix_unit() { return std::is_same_v<T, bf16> && matrix_unit() == 1; }
+
+// Rows of A as the kernels want them: bfloat16 as it is for the matrix unit, else fp32; zero from K up to weight_k.
+struct Rows {
+  const void* data;
+  int64_t ld;
+};
+
+// In place if they can be read so, else in the thread's scratch. `row(i)` points at row i, `ld` is their distance.
+template <class T, class Row> Rows take_rows(int64_t rows, int64_t K, int64_t ld, bool in_place, Row&& row) {
+  const bool raw = on_matrix_unit<T>() || std::is_same_v<T, float>;
+  const int64_t padded = weight_k<T>(K);
+  if (raw && in_place && padded == K) return {row(0), ld};
+  ld = (padded + 31) / 32 * 32 + 16;  // never a multiple of the page size: rows fall into different cache sets
+  if (!raw) {
+    float* a = a_scratch.get<float>(rows * ld);
+    for (int64_t i = 0; i < rows; i++) widen_row(row(i), K, padded, a + i * ld);
+    return {a, ld};
+  }
+  T* a = a_scratch.get<T>(rows * ld);
+  for (int64_t i = 0; i < rows; i++) {
+    std::memcpy(a + i * ld, row(i), K * sizeof(T));
+    std::memset((void*)(a + i * ld + K), 0, (padded - K) * sizeof(T));
+  }
+  return {a, ld};
 }
 
 template <class T, class O> INLINE void store_row(O* out, const float* c, const T* bias, int64_t n) {
@@ -42,16 +71,32 @@ template <class T, class O> INLINE void store_row(O* out, const float* c, const 
 
 // All tiles of rows [0, rows) x panels [p0, p1): done(first row, rows, first panel, panels, c, ldc).
 template <class W, class Done>
-void gemm_block(int64_t rows, const float* a, int64_t lda, int64_t K, const W* w, int64_t p0, int64_t p1,
-                       Done&& done) {
-  int64_t Kp = padded_k<W>(K), panel = Kp * NR;
+void gemm_block(int64_t rows, Rows a, int64_t K, const W* w, int64_t p0, int64_t p1, Done&& done) {
+  const int64_t Kp = weight_k<W>(K), panel = Kp * NR;
+  float* c = c_scratch.get<float>(AMX_ROWS * NR + MR_MAX * NP_MAX * NR);
+#if HAS_AMX
+  if constexpr (std::is_same_v<W, bf16>)
+    if (matrix_unit() == 1) {
+      // tiles of one height, for the unit to keep its configuration; the last may overlap the one before
+      int64_t tiles = (rows + AMX_ROWS - 1) / AMX_ROWS, height = (rows + tiles - 1) / tiles;
+      amx_begin((int)height);
+      for (int64_t p = p0; p < p1; p++)
+        for (int64_t i = 0; i < tiles; i++) {
+          int64_t r0 = i * height < rows - height ? i * height : rows - height;
+          amx_tile((int)height, Kp, (const bf16*)a.data + r0 * a.ld, a.ld, w + p * panel, c);
+          done(r0, (int)height, p, 1, c, (int64_t)NR);
+        }
+      amx_end();
+      return;
+    }
+#endif
+  const float* wide = (const float*)a.data;
   int64_t tiles = (rows + MR_MAX - 1) / MR_MAX;
   int group = panels_of_tile((int)((rows + tiles - 1) / tiles));
-  float* c = c_scratch.get<float>(MR_MAX * NP_MAX * NR);
   for (int64_t p = p0; p < p1; p += group) {
     int np = (int)(p1 - p < group ? p1 - p : group);
     for_tiles(rows, [&](int64_t r0, int mr) {
-      tile(mr, np, Kp, a + r0 * lda, lda, w + p * panel, panel, c, (int64_t)np * NR, false);
+      tile(mr, np, Kp, wide + r0 * a.ld, a.ld, w + p * panel, panel, c, (int64_t)np * NR, false);
       done(r0, mr, p, np, c, (int64_t)np * NR);
     });
   }
@@ -70,16 +115,16 @@ void linear(int64_t M, int64_t N, int64_t K, const T* x, int64_t ldx, const T* w
   chunks = (panels + chunk - 1) / chunk;
   std::atomic<int64_t> next{0};
   on_threads(threads, [&](int) {
-    int64_t have = -1, lda = ldx;
-    const float* a = nullptr;
+    int64_t have = -1;
+    Rows a{};
     for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < m_blocks * chunks;) {
       int64_t block = i / chunks, m0 = block * mc, rows = M - m0 < mc ? M - m0 : mc;
       if (block != have) {
-        a = widen_rows<T>(rows, K, true, &lda, [&](int64_t r) { return x + (m0 + r) * ldx; });
+        a = take_rows<T>(rows, K, ldx, true, [&](int64_t r) { return x + (m0 + r) * ldx; });
         have = block;
       }
       int64_t p0 = i % chunks * chunk, p1 = p0 + chunk < panels ? p0 + chunk : panels;
-      gemm_block(rows, a, lda, K, w, p0, p1, [&](int64_t r0, int mr, int64_t p, int np, const float* c, int64_t ldc) {
+      gemm_block(rows, a, K, w, p0, p1, [&](int64_t r0, int mr, int64_t p, int np, const float* c, int64_t ldc) {
         int64_t n0 = p * NR, n = N - n0 < np * NR ? N - n0 : np * NR;
         for (int r = 0; r < mr; r++)
           store_row(out + (m0 + r0 + r) * ldo + n0, c + r * ldc, bias ? bias + n0 : nullptr, n);
@@ -89,7 +134,7 @@ void linear(int64_t M, int64_t N, int64_t K, const T* x, int64_t ldx, const T* w
 }
 
 template <class T> void pack(int64_t N, int64_t K, const T* w, int64_t ldw, T* out, int threads) {
-  int64_t Kp = padded_k<T>(K);
+  int64_t Kp = weight_k<T>(K);
   constexpr int pair = std::is_same_v<T, bf16> ? 2 : 1;
   for_range(threads, (N + NR - 1) / NR, 4, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; p++) {
@@ -105,7 +150,7 @@ template <class T> void pack(int64_t N, int64_t K, const T* w, int64_t ldw, T* o
 
 template <class T> void unpack_row(int64_t K, const T* w, int64_t n, T* out) {
   constexpr int pair = std::is_same_v<T, bf16> ? 2 : 1;
-  const T* p = w + n / NR * padded_k<T>(K) * NR;
+  const T* p = w + n / NR * weight_k<T>(K) * NR;
   int j = (int)(n % NR);
   for (int64_t k = 0; k < K; k++) out[k] = p[(k / pair * NR + j) * pair + k % pair];
 }
@@ -128,7 +173,7 @@ template <class T> int experts(const ExpertsArgs& args) {
   for (int64_t i = 0; i < tokens * slots; i++)
     if (id_at(i) < -1 || id_at(i) >= E) return 1;
   int64_t i_panels = (I + NR - 1) / NR, d_panels = (D + NR - 1) / NR;
-  int64_t w13_panel = padded_k<T>(D) * NR, w2_panel = padded_k<T>(I) * NR;
+  int64_t w13_panel = weight_k<T>(D) * NR, w2_panel = weight_k<T>(I) * NR;
   int64_t ldh = i_panels * NR, ldy = d_panels * NR;
 
   // Few enough tokens at a time that the intermediate values stay below 64 MB.
@@ -172,28 +217,25 @@ template <class T> int experts(const ExpertsArgs& args) {
     };
 
     blocks(D, i_panels, [&](int64_t e, int64_t s, int64_t rows, int64_t p0, int64_t p1) {
-      int64_t lda = ldx;
-      const float* a = widen_rows<T>(rows, D, false, &lda, [&](int64_t r) {
-        return x + (t0 + order[s + r] / slots) * ldx;
-      });
-      const T* we = w13 + e * 2 * i_panels * w13_panel;
-      float* gate = c_scratch.get<float>(2 * MR_MAX * NR);
-      float* up = gate + MR_MAX * NR;
-      for (int64_t p = p0; p < p1; p++)
-        for_tiles(rows, [&](int64_t r0, int mr) {
-          tile(mr, 1, padded_k<T>(D), a + r0 * lda, lda, we + p * w13_panel, w13_panel, gate, NR, false);
-          tile(mr, 1, padded_k<T>(D), a + r0 * lda, lda, we + (i_panels + p) * w13_panel, w13_panel, up, NR, false);
-          for (int r = 0; r < mr; r++)
-            for (int j = 0; j < NR; j += VL) {
-              vf g = round_to<T>(load(gate + r * NR + j)), u = round_to<T>(load(up + r * NR + j));
-              store(h + (s + r0 + r) * ldh + p * NR + j, round_to<T>(silu(g)) * u);
-            }
+      Rows a = take_rows<T>(rows, D, 0, false, [&](int64_t r) { return x + (t0 + order[s + r] / slots) * ldx; });
+      const T* gates = w13 + e * 2 * i_panels * w13_panel;
+      const T* ups = gates + i_panels * w13_panel;
+      float* gate = gate_scratch.get<float>(rows * NR);
+      for (int64_t p = p0; p < p1; p++) {
+        gemm_block(rows, a, D, gates, p, p + 1, [&](int64_t r0, int mr, int64_t, int, const float* c, int64_t) {
+          std::memcpy(gate + r0 * NR, c, mr * NR * 4);
         });
+        gemm_block(rows, a, D, ups, p, p + 1, [&](int64_t r0, int mr, int64_t, int, const float* c, int64_t) {
+          for (int64_t i = 0; i < mr * NR; i += VL) {
+            vf g = round_to<T>(load(gate + r0 * NR + i)), u = round_to<T>(load(c + i));
+            store(h + (s + r0 + i / NR) * ldh + p * NR + i % NR, round_to<T>(silu(g)) * u);
+          }
+        });
+      }
     });
     blocks(I, d_panels, [&](int64_t e, int64_t s, int64_t rows, int64_t p0, int64_t p1) {
-      int64_t lda = ldh;
-      const float* a = widen_rows<T>(rows, I, true, &lda, [&](int64_t r) { return h + (s + r) * ldh; });
-      gemm_block(rows, a, lda, I, w2 + e * d_panels * w2_panel, p0, p1,
+      Rows a = take_rows<T>(rows, I, ldh, true, [&](int64_t r) { return h + (s + r) * ldh; });
+      gemm_block(rows, a, I, w2 + e * d_panels * w2_panel, p0, p1,
                  [&](int64_t r0, int mr, int64_t p, int np, const float* c, int64_t ldc) {
                    for (int r = 0; r < mr; r++) {
                      vf scale = splat(wt[order[s + r0 + r]]);
@@ -220,6 +262,7 @@ template <class T> int experts(const ExpertsArgs& args) {
 }  // namespace
 
 EXPORT int vc_panel_width(const void*) { return NR; }
+EXPORT int vc_matrix_unit(const void*) { return matrix_unit(); }
 
 struct PackArgs { int64_t dtype, N, K; const void* w; int64_t ldw; void* out; int64_t threads; };
 EXPORT int vc_pack(const PackArgs* a) {
