@@ -8,6 +8,9 @@ model width, R requests, E experts, S experts of a token, I intermediate size of
 All kernels take float32, bfloat16 or float16 and sum in float32. A row's result depends neither on the other rows of
 the batch, nor on its place, nor on the number of threads: bitwise (the twins promise this within rounding only).
 Shapes that contradict each other are an ``AssertionError`` with both numbers.
+
+Variables: ``VLLM_CPU_KERNELS=0`` runs the twins; ``VLLM_CPU_AMX=0`` keeps bfloat16 off the processor's matrix unit,
+which is used where it is there and passes its test.
 """
 
 from __future__ import annotations
