@@ -125,12 +125,11 @@ class _Arena:
 _arena = _Arena()
 
 
-def huge_page_empty(size: int, dtype: torch.dtype) -> Tensor:
-    """A flat tensor of ``size`` elements whose memory the kernel is asked to back with huge pages, contents undefined.
+def advise_huge_pages(tensor: Tensor) -> Tensor:
+    """Ask the system to back ``tensor``'s memory with huge pages; returns it.
 
     For what is read as a whole in every step (weights, the KV cache): saves a good part of the address look-ups.
     """
-    tensor = torch.empty(size, dtype=dtype)
     page = 2 << 20
     begin = -(-tensor.data_ptr() // page) * page
     end = (tensor.data_ptr() + tensor.nbytes) // page * page
@@ -138,6 +137,11 @@ def huge_page_empty(size: int, dtype: torch.dtype) -> Tensor:
         # advice only: where the system has no huge pages the call fails and small ones serve
         ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_HUGEPAGE)
     return tensor
+
+
+def huge_page_empty(size: int, dtype: torch.dtype) -> Tensor:
+    """A flat tensor of ``size`` elements on huge pages where there are any, contents undefined."""
+    return advise_huge_pages(torch.empty(size, dtype=dtype))
 
 
 def _packed_size(N: int, K: int, dtype: torch.dtype) -> int:

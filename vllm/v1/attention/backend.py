@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from vllm import _cpu_ops
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
@@ -99,4 +100,5 @@ def zeroed_cache(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A zeroed tensor on the default device. On CPU its pages take memory when they are first written, not before."""
     if torch.get_default_device().type != "cpu":
         return torch.zeros(shape, dtype=dtype)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+    memory = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8))
+    return _cpu_ops.advise_huge_pages(memory).view(dtype).view(shape)
