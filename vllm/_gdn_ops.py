@@ -94,7 +94,8 @@ def causal_conv1d_ref(
     y_TC = torch.zeros(x_TC.shape, dtype=weight_KC.dtype, device=x_TC.device)
     for first, end, slot in _requests(query_start_loc, state_indices):
         inputs = torch.cat([conv_state[slot].to(weight_KC.dtype), x_TC[first:end].to(weight_KC.dtype)])
-        y_TC[first:end] = F.silu(sum(inputs[j : j + end - first] * weight_KC[j] for j in range(K)))
+        terms = [inputs[j : j + end - first] * weight_KC[j] for j in range(K)]
+        y_TC[first:end] = F.silu(sum(terms[1:], start=terms[0]))
         conv_state[slot] = inputs[end - first :].to(conv_state.dtype)
     return y_TC
 

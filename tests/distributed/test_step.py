@@ -258,7 +258,7 @@ def test_case_19_builders_see_the_pad_slots() -> None:
 
 
 def collectives_of_a_step(folder: str, tp: int, dp: int) -> tuple[dict[str, int], int, int]:
-    """Collectives by group and operation in one decode step, bytes into those of the MoE layers, host synchronisations."""
+    """Of one decode step: collectives by group and operation, bytes into the MoE layers', host synchronisations."""
     llm = make_llm(folder, tp, dp)
     engine = llm.llm_engine
     from vllm import SamplingParams

@@ -151,9 +151,7 @@ def test_scheduler_limits(tiny_llama: Path, given, expected):
 
 
 def test_whole_prefill_raises_the_budget(tiny_llama: Path):
-    args = EngineArgs(
-        str(tiny_llama), enable_chunked_prefill=False, hf_overrides={"max_position_embeddings": 5000}
-    )
+    args = EngineArgs(str(tiny_llama), enable_chunked_prefill=False, hf_overrides={"max_position_embeddings": 5000})
     assert args.create_engine_config().scheduler_config.max_num_batched_tokens == 5000
     with pytest.raises(ValueError, match=r"max_num_batched_tokens=64 is below max_model_len=512"):
         EngineArgs(str(tiny_llama), enable_chunked_prefill=False, max_num_batched_tokens=64).create_engine_config()

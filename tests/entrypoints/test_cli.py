@@ -139,9 +139,7 @@ def test_bench_latency(tiny_llama: Path, capsys: pytest.CaptureFixture[str]):
 
 
 def test_cost_of_experts():
-    cost = benchmark.ModelCost(
-        body=100, head=10, experts=800, num_experts=8, top_k=2, itemsize=2, kv_bytes_per_token=3
-    )
+    cost = benchmark.ModelCost(body=100, head=10, experts=800, num_experts=8, top_k=2, itemsize=2, kv_bytes_per_token=3)
     stats = EngineStats(steps=2, tokens=6, context_tokens=50, output_tokens=2)
     assert cost.flop(stats) == 2 * (6 * (100 + 200) + 2 * 10)
     touched = 1 - (3 / 4) ** 3

@@ -99,7 +99,7 @@ def get_architecture(config: PretrainedConfig) -> str:
     names = getattr(text, "architectures", None) or getattr(config, "architectures", None)
     if not names:
         raise ValueError(
-            f"the config of type {config.model_type!r} names no architecture; add \"architectures\" to config.json or "
+            f'the config of type {config.model_type!r} names no architecture; add "architectures" to config.json or '
             "give hf_overrides={'architectures': [...]}"
         )
     if text is not config and names[0] not in ModelRegistry.get_supported_archs():

@@ -160,7 +160,8 @@ class GatedDeltaNet(nn.Module):
 
     def clear_state(self, slot: int) -> None:
         """A request begins in ``slot``: nothing of the slot's last owner may reach it."""
-        assert self.conv_state is not None and self.recurrent_state is not None, f"{self.layer_name}: no state pools"  # noqa: PT018
+        assert self.conv_state is not None, f"{self.layer_name}: no state pools"
+        assert self.recurrent_state is not None, f"{self.layer_name}: no state pools"
         self.conv_state[slot].zero_()
         self.recurrent_state[slot].zero_()
 
@@ -177,6 +178,9 @@ class GatedDeltaNet(nn.Module):
         if context.attn_metadata is None:
             return projected.new_zeros(projected.shape[0], self.heads.num_v * self.heads.head_v_dim)
         metadata = context.attn_metadata[self.layer_name]
+        assert self.weights is not None, f"{self.layer_name}: no weights were loaded"
+        assert self.conv_state is not None, f"{self.layer_name}: no state pools"
+        assert self.recurrent_state is not None, f"{self.layer_name}: no state pools"
         return _gdn_ops.gated_delta_net(
             projected,
             self.weights,
