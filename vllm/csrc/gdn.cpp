@@ -39,10 +39,6 @@ template <class T> INLINE void put(T* p, vf v, int n) {
   else store_part(p, v, n);
 }
 
-INLINE vf swish(vf x) {
-  vf e = exp(x < splat(-80.0f) ? splat(80.0f) : -x);
-  return x / (1.0f + e);
-}
 INLINE float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 INLINE float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
@@ -170,7 +166,7 @@ void head(const Shape& dim, const Small& w, int64_t g, int64_t rows, const T* x,
         for_columns(len, [&](int64_t d, int m) {
           vf sum = {};
           for (int64_t j = 0; j < K; j++) sum = fma(get(w.conv + j * C + c + d, m), load(raw + (t + j) * width + at + d), sum);
-          store(to + at + d, swish(sum));
+          store(to + at + d, silu(sum));
         });
       });
       float *q = to, *k = to + Dp;
@@ -211,7 +207,7 @@ void head(const Shape& dim, const Small& w, int64_t g, int64_t rows, const T* x,
         });
         vf scale = splat(1.0f / std::sqrt(sum(squares) / (float)E + w.eps));
         for_columns(E, [&](int64_t d, int m) {
-          put(to + d, get(from + d, m) * scale * get(w.norm + d, m) * swish(get(z + d, m)), m);
+          put(to + d, get(from + d, m) * scale * get(w.norm + d, m) * silu(get(z + d, m)), m);
         });
       }
     }
