@@ -49,8 +49,10 @@ VARIABLES: dict[str, tuple[Callable[[], Any], str]] = {
     "VLLM_COLLECTIVE_TIMEOUT_S": (_number("VLLM_COLLECTIVE_TIMEOUT_S", 20.0), "seconds until a collective gives up"),
     "VLLM_LOAD_TIMEOUT_S": (_number("VLLM_LOAD_TIMEOUT_S", 1800.0), "seconds that ranks wait for the slowest to load"),
     "VLLM_CACHE_ROOT": (
-        lambda: os.environ.get("VLLM_CACHE_ROOT")
-        or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "vllm-arc"),
+        lambda: (
+            os.environ.get("VLLM_CACHE_ROOT")
+            or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "vllm-arc")
+        ),
         "folder of built kernels and made checkpoints",
     ),
     "VLLM_TARGET_DEVICE": (_text("VLLM_TARGET_DEVICE", "auto"), "cpu, xpu, cuda, or auto: the first that has a device"),
@@ -59,19 +61,10 @@ VARIABLES: dict[str, tuple[Callable[[], Any], str]] = {
     "VLLM_DP_PAD_TO_MAX": (_switch("VLLM_DP_PAD_TO_MAX", None), "pad every DP rank to the largest token count"),
     "VLLM_ORDERED_SUMS": (_switch("VLLM_ORDERED_SUMS", None), "sum over ranks in rank order"),
     "VLLM_DEBUG_NAN": (_text("VLLM_DEBUG_NAN"), "tell the first NaN and whose it is: 0, 1, raise or abort"),
-    "VLLM_STALL_TIMEOUT_S": (
-        _number("VLLM_STALL_TIMEOUT_S", 120.0),
-        "seconds without progress in a running step until the run is ended; 0 = never. Ranks that wait for another in "
-        "a collective give up after VLLM_COLLECTIVE_TIMEOUT_S, so this one is for whatever is no collective",
-    ),
-    "VLLM_TRACE_COLLECTIVES": (
-        _text("VLLM_TRACE_COLLECTIVES"),
-        "1 prints each collective; a folder gets rank-N.jsonl for 'vllm doctor'",
-    ),
-    "VLLM_CHECK_COLLECTIVES": (
-        _switch("VLLM_CHECK_COLLECTIVES", False),
-        "compare each collective between the ranks before it runs",
-    ),
+    # Above VLLM_COLLECTIVE_TIMEOUT_S, after which ranks that wait for another give up: this is for all other stalls.
+    "VLLM_STALL_TIMEOUT_S": (_number("VLLM_STALL_TIMEOUT_S", 120.0), "seconds until a step that stands still is ended"),
+    "VLLM_TRACE_COLLECTIVES": (_text("VLLM_TRACE_COLLECTIVES"), "1 prints each; a folder gets vllm doctor's ledgers"),
+    "VLLM_CHECK_COLLECTIVES": (_switch("VLLM_CHECK_COLLECTIVES", False), "compare each between ranks before it runs"),
     "VLLM_MOE_BARRIER": (_switch("VLLM_MOE_BARRIER", None), "device barrier before each MoE collective"),
 }
 

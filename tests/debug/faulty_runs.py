@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run of cheap steps on real ranks, shaped as the engine's, in which one rank goes wrong in step 3."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1] / "distributed"))
+
+import launcher
+import rank_checks
+import torch
+
+from vllm.distributed import (
+    get_dp_group,
+    get_ep_group,
+    get_tp_group,
+    get_world_group,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
+from vllm.forward_context import set_current_layer
+from vllm.v1.debug import watchdog
+
+FAULTS = ("skips a step", "swaps two collectives", "gathers another size", "sleeps for ever", "dies")
+FAULTY_RANK, FAULTY_STEP = 1, 3
+LAYERS = ("layers.0.mlp", "layers.1.mlp")
+
+
+def start_groups() -> None:
+    """DP 2, and TP over the rest."""
+    init_distributed_environment()
+    initialize_model_parallel(rank_checks.own_world() // 2, 2, enable_expert_parallel=True)
+    watchdog.install(get_world_group())
+
+
+def run_step(step: int, fault: str = "", layers: tuple[str, ...] = LAYERS, max_delay_s: float = 0.0) -> None:
+    """One agreement; for each layer a sum over TP and EP, a ragged gather and its scatter."""
+    faulty = rank_checks.own_rank() == FAULTY_RANK and step == FAULTY_STEP
+    delay = random.Random(1000 * step + rank_checks.own_rank())
+    ep, sizes = get_ep_group(), [2 + step % 2 + rank % 2 for rank in range(rank_checks.own_world())]
+    with watchdog.running(get_dp_group().rank_in_group, step):
+        get_dp_group().cpu_all_reduce(torch.zeros(2, 6, dtype=torch.int32), "coordinate_batch_across_dp")
+        for layer in reversed(layers) if faulty and fault == "swaps two collectives" else layers:
+            set_current_layer(layer)
+            if max_delay_s and delay.random() < 0.1:
+                time.sleep(delay.uniform(0, max_delay_s))
+            if faulty and fault == "sleeps for ever" and layer == layers[-1]:
+                time.sleep(3600)
+            if faulty and fault == "dies" and layer == layers[-1]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            get_tp_group().all_reduce(torch.ones(4, 8))
+            ep.all_reduce(torch.ones(4, 8))
+            rows, told = sizes[ep.rank_in_group], list(sizes)
+            if faulty and fault == "gathers another size":
+                rows, told = rows + 1, [size + (rank == ep.rank_in_group) for rank, size in enumerate(sizes)]
+            ep.all_gatherv([torch.ones(rows, 8), torch.ones(rows, 2, dtype=torch.int64)], 0, told)
+            ep.reduce_scatterv(torch.ones(sum(sizes), 8), 0, sizes)
+        set_current_layer("")
+
+
+def run(fault: str, num_steps: int = 6, max_delay_s: float = 0.0, linger_s: float = 0.0) -> None:
+    start_groups()
+    for step in range(num_steps):
+        if fault == "skips a step" and rank_checks.own_rank() == FAULTY_RANK and step == FAULTY_STEP:
+            continue
+        run_step(step, fault, max_delay_s=max_delay_s)
+    time.sleep(linger_s)
+    watchdog.uninstall()
+
+
+def outcomes_of(fault: str, world_size: int, timeout_s: float = 2.0, **env: str) -> list[launcher.RankOutcome]:
+    # The sleeper has no launcher here that would end it, so its own watchdog does.
+    variables = {"VLLM_COLLECTIVE_TIMEOUT_S": str(timeout_s), "VLLM_STALL_TIMEOUT_S": str(timeout_s + 2)}
+    variables |= {"TORCH_CPP_LOG_LEVEL": "FATAL", **env}
+    return launcher.rank_outcomes(run, world_size, fault, deadline_s=20, env=variables)
+
+
+def told_by(outcomes: list[launcher.RankOutcome]) -> dict[int, str]:
+    """What each rank but the faulty one said."""
+    return {o.rank: f"{o.error}\n{o.output}" for o in outcomes if o.rank != FAULTY_RANK}
+
+
+def doctor(folder: Any, capsys: Any, *options: str) -> tuple[int, str]:
+    """The exit code and the paragraph of ``vllm doctor``."""
+    from vllm.entrypoints.cli.main import main
+
+    capsys.readouterr()
+    code = main(["doctor", str(folder), *options])
+    printed = capsys.readouterr()
+    return code, printed.out + printed.err

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stall watchdog: it ends what does not move, says where, and leaves everything else alone."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import faulty_runs
+import launcher
+import pytest
+import tiny_models as tiny
+
+from vllm import forward_context
+from vllm.v1.debug import watchdog
+from vllm.v1.debug.ledger import Ledger
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_rank_prints_where_it_is_and_ends(world_size: int) -> None:
+    """The collectives would wait for 60 s, the watchdog does not."""
+    outcomes = faulty_runs.outcomes_of("sleeps for ever", world_size, timeout_s=60, VLLM_STALL_TIMEOUT_S="2")
+    for outcome in outcomes:
+        assert (outcome.status, outcome.exitcode) == ("died", 1)
+        assert outcome.seconds < 10
+        assert outcome.output.count("[STALL] stacks of all threads") == 1
+        assert outcome.output.count(f"[STALL] rank={outcome.rank} ") == 1
+        assert "in step 3, layer layers.1.mlp" in outcome.output
+        assert f"[LEDGER] rank={outcome.rank} n=" in outcome.output
+        assert "faulty_runs.py" in outcome.output, "no stack of the main thread"
+        assert ("NOT FINISHED" in outcome.output) == (outcome.rank != faulty_runs.FAULTY_RANK)
+
+
+def test_sleeper_prints_when_the_others_give_up() -> None:
+    """Its own limit is far; it hears from the ranks whose collective timed out."""
+    outcomes = faulty_runs.outcomes_of("sleeps for ever", 2, timeout_s=2)
+    assert outcomes[0].status == "raised"
+    sleeper = outcomes[1].output
+    assert "[STALL] rank=1 rank 0 reports: " in sleeper
+    assert "failed" in sleeper
+    assert "time.sleep" in sleeper or "run_step" in sleeper
+
+
+def engine_sleeps(folder: str) -> None:
+    from test_step import make_llm, runner_of
+
+    llm = make_llm(folder, 1, 2)
+    tiny.generate(llm, [tiny.prompt(6)], 2)
+    time.sleep(3)  # idle, longer than the limit
+    steps = runner_of(llm).step
+
+    def in_second_layer(*_: object) -> None:
+        if os.environ["RANK"] == "1" and runner_of(llm).step == steps + 3:
+            time.sleep(3600)
+
+    runner_of(llm).model.model.layers[1].mlp.register_forward_pre_hook(in_second_layer)
+    print("second run", flush=True)
+    tiny.generate(llm, [tiny.prompt(6)], 60)
+
+
+def test_engine_stall_and_idle_engine() -> None:
+    env = {"VLLM_STALL_TIMEOUT_S": "2"}
+    for outcome in launcher.rank_outcomes(engine_sleeps, 2, tiny.checkpoint("mixtral"), deadline_s=60, env=env):
+        assert (outcome.status, outcome.exitcode) == ("died", 1), outcome.error
+        before, after = outcome.output.split("second run")
+        assert "[STALL]" not in before, "an idle engine is no stall"
+        assert f"[STALL] rank={outcome.rank} " in after
+        assert "model.layers.1" in after
+
+
+def slow_but_moving(seconds: float, limit_s: float) -> bool:
+    """A step of ``seconds`` in which only the layer's name changes; True when it came to its end."""
+    guard = watchdog.Diagnosis(Ledger(0, 1, "run"), stall_timeout_s=limit_s)
+    guard.start()
+    with guard.running(0, 7):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            forward_context.set_current_layer(f"layers.{time.monotonic()}")
+            time.sleep(limit_s / 3)
+    guard.stop()
+    return True
+
+
+def test_long_step_below_the_limit_and_loading() -> None:
+    outcomes = [
+        launcher.rank_outcomes(slow_but_moving, 1, 1.8, 0.75)[0],
+        launcher.rank_outcomes(loads_slowly, 1)[0],
+    ]
+    assert [outcome.value for outcome in outcomes] == [True, True], outcomes
+
+
+def loads_slowly() -> bool:
+    guard = watchdog.Diagnosis(Ledger(0, 1, "run"), stall_timeout_s=0.5)
+    guard.start()
+    time.sleep(1.2)
+    guard.stop()
+    return True
