@@ -3,9 +3,10 @@
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=2 benchmarks/bench_diagnosis.py [MODEL_FOLDER]
 
-On and off take turns step by step in one run, so that a busy machine and growing contexts are the same for both; the
-ratio is that of the medians. ``off`` against ``off`` shows the noise. The watchdog's thread lives through both, so its
-own CPU time is printed as a share of the wall clock. Without a folder a random 8-layer MoE is made.
+On and off take turns step by step in one run, so that a busy machine and growing contexts are the same for both. Printed
+are the ratios of the medians, of wall clock and, for machines that others use as well, of CPU time; ``off`` against
+``off`` shows the noise. The watchdog's thread lives through both, so its own CPU time is printed as a share of the wall
+clock. Without a folder a random 8-layer MoE is made.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import time
 import torch
 import torch.distributed as dist
 
-STEPS = 600
+STEPS = 400
 MODES: dict[str, dict[str, str]] = {
     "off": {},
     "watchdog": {"VLLM_STALL_TIMEOUT_S": "120"},
@@ -68,12 +69,14 @@ def main() -> None:
             for i in range(4):
                 engine.add_request(f"{mode} {i}", {"prompt_token_ids": [5 + i, 6, 7, 8]}, params)
             times: dict[bool, list[float]] = {False: [], True: []}
+            cpu: dict[bool, list[float]] = {False: [], True: []}
             step, begin = 0, time.perf_counter()
             while engine.has_unfinished_requests():
                 observer.set_collective_observer(on if step % 2 else None)
-                start = time.perf_counter()
+                start, start_cpu = time.perf_counter(), time.process_time()
                 engine.step()
                 times[bool(step % 2)].append(1000 * (time.perf_counter() - start))
+                cpu[bool(step % 2)].append(1000 * (time.process_time() - start_cpu))
                 step += 1
             wall, share = time.perf_counter() - begin, 0.0
             if watchdog._installed is not None:
@@ -85,12 +88,13 @@ def main() -> None:
             for name in settings:
                 os.environ.pop(name)
             os.environ["VLLM_STALL_TIMEOUT_S"] = "0"
-            off, ratio = (
-                statistics.median(times[False]),
-                statistics.median(times[True]) / statistics.median(times[False]),
-            )
+            off, on_ms, off_cpu, on_cpu = (statistics.median(x[is_on]) for x in (times, cpu) for is_on in (False, True))
             if rank == 0:
-                print(f"{mode:18} {off:7.3f} ms a step off, ratio on/off {ratio:.4f}, thread {share:.3%}", flush=True)
+                print(
+                    f"{mode:18} {off:7.3f} ms a step off, {on_ms:7.3f} on, ratio {on_ms / off:.4f}; CPU time "
+                    f"{off_cpu:.3f} and {on_cpu:.3f} ms, ratio {on_cpu / off_cpu:.4f}; thread {share:.3%}",
+                    flush=True,
+                )
         llm.shutdown()
         dist.barrier()
 
