@@ -3,8 +3,8 @@
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=2 benchmarks/bench_diagnosis.py [MODEL_FOLDER]
 
-On and off take turns step by step in one run, so that a busy machine and growing contexts are the same for both. Printed
-are the ratios of the medians, of wall clock and, for machines that others use as well, of CPU time; ``off`` against
+On and off take turns step by step in one run, so that a busy machine and growing contexts are alike for both. Out come
+the ratios of medians, of wall clock and, for machines that others use as well, of CPU time; ``off`` against
 ``off`` shows the noise. The watchdog's thread lives through both, so its own CPU time is printed as a share of the wall
 clock. Without a folder a random 8-layer MoE is made.
 """
