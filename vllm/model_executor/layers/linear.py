@@ -20,6 +20,7 @@ from vllm.distributed import (
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_reduce,
 )
+from vllm.forward_context import set_current_layer
 from vllm.model_executor.parameter import WeightSpec
 
 
@@ -206,6 +207,7 @@ class RowParallelLinear(LinearBase):
         super().__init__([Shard(f"{prefix}.weight", (output_size, input_size), slice(None), cols, 0)], bias, dtype)
         self.reduce_results = reduce_results and tp_size > 1
         self.adds_bias = tp_rank == 0
+        self.prefix = prefix
 
     def process_weights_after_loading(self) -> None:
         super().process_weights_after_loading()
@@ -214,4 +216,7 @@ class RowParallelLinear(LinearBase):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.apply(x)
-        return tensor_model_parallel_all_reduce(out) if self.reduce_results else out
+        if not self.reduce_results:
+            return out
+        set_current_layer(self.prefix)
+        return tensor_model_parallel_all_reduce(out)
