@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -226,6 +227,15 @@ def test_stop_string_ends_the_request(engine: LLMEngine):
     assert idle(engine)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT as at a terminal: a process started in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_interrupt_ends_the_call_after_the_step(llm: LLM, fake_worker: type[FakeWorker], monkeypatch):
     steps_ended = []
 
@@ -244,6 +254,7 @@ def test_interrupt_ends_the_call_after_the_step(llm: LLM, fake_worker: type[Fake
     assert llm.llm_engine.worker.finished >= {"0", "1"}, "the worker was told of the requests that ended"
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_interrupt_that_is_not_held_back_tears_the_step(llm: LLM, fake_worker: type[FakeWorker], monkeypatch):
     """The fault that holding the signal back cures: the worker never ends the step that the scheduler counts on."""
     ended = []
@@ -260,6 +271,7 @@ def test_interrupt_that_is_not_held_back_tears_the_step(llm: LLM, fake_worker: t
     assert ended == [0, 1]
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_second_interrupt_does_not_wait(llm: LLM, fake_worker: type[FakeWorker], monkeypatch):
     def stuck(worker: FakeWorker, output) -> None:
         os.kill(os.getpid(), signal.SIGINT)
