@@ -11,18 +11,22 @@ can do: arithmetic over the rate of torch's fp32 matrix product, bytes over the 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+START_S = 240  # an engine that is not ready by then is given up
 CONFIG: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 512,
@@ -123,16 +127,30 @@ class Engine:
         self.name = name
         self.results: list[dict[str, float]] = []
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=env,
+            start_new_session=True,  # an engine's own worker processes end with it
         )
-        self.read("READY")
+        deadline = threading.Timer(START_S, self.kill)
+        deadline.start()
+        try:
+            self.read("READY")
+        except BaseException:
+            self.kill()
+            raise
+        finally:
+            deadline.cancel()
 
     def read(self, word: str) -> str:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith(word):
                 return line.removeprefix(word)
-        raise RuntimeError(f"{self.name} ended with {self.process.wait()} before it said {word}")
+        raise RuntimeError(f"{self.name}: exit code {self.process.wait()} before it said {word}")
 
     def round(self) -> None:
         assert self.process.stdin is not None
@@ -143,14 +161,17 @@ class Engine:
     def median(self, what: str) -> float:
         return statistics.median(result[what] for result in self.results)
 
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
     def stop(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(20)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        self.kill()
+        self.process.wait()
 
 
 def per_token() -> dict[str, float]:
@@ -194,6 +215,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--serve"]:
         serve(sys.argv[2], sys.argv[3], *(int(size) for size in sys.argv[4:7]))
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--upstream", help="python of an environment with upstream vLLM's CPU build")
     parser.add_argument("--rounds", type=int, default=5)
@@ -210,7 +232,12 @@ def main() -> None:
         make_model(folder)
         try:
             for name, python in pythons.items():
-                engines.append(Engine(name, python, folder, args))
+                try:
+                    engines.append(Engine(name, python, folder, args))
+                except RuntimeError as error:
+                    if name == "this":
+                        raise
+                    print(f"{error}; left out", flush=True)
             for _ in range(args.rounds):
                 for engine in engines:
                     engine.round()
