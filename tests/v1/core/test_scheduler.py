@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 import pytest
@@ -379,13 +380,18 @@ def test_a_decode_step_costs_the_same_at_any_length():
             nonlocal count
             count += event in ("call", "c_call")
 
-        sys.setprofile(profile)
-        step = sim.scheduler.schedule()
-        sys.setprofile(None)
-        result = sim.execute(step)
-        sys.setprofile(profile)
-        sim.scheduler.update_from_output(step, result)
-        sys.setprofile(None)
+        gc.collect()
+        gc.disable()  # a collection in between would have its callbacks and finalisers counted
+        try:
+            sys.setprofile(profile)
+            step = sim.scheduler.schedule()
+            sys.setprofile(None)
+            result = sim.execute(step)
+            sys.setprofile(profile)
+            sim.scheduler.update_from_output(step, result)
+        finally:
+            sys.setprofile(None)
+            gc.enable()
         return count
 
     short, long = calls(5), calls(501)
