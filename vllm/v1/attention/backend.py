@@ -49,14 +49,14 @@ class CommonAttentionMetadata:
         assert rows == self.num_padded_tokens, f"{rows} slots for {self.num_padded_tokens} padded rows"
 
 
-class AttentionMetadataBuilder(ABC):
-    """Turns the common metadata into a backend's own, once a step for all its layers."""
+class AttentionMetadataBuilder:
+    """Turns the common metadata into a backend's own, once a step for all its layers; here they are the same."""
 
     def __init__(self, kv_cache_config: KVCacheConfig) -> None:
         self.kv_cache_config = kv_cache_config
 
-    @abstractmethod
-    def build(self, common: CommonAttentionMetadata) -> Any: ...
+    def build(self, common: CommonAttentionMetadata) -> Any:
+        return common
 
 
 class AttentionImpl(ABC):
@@ -88,7 +88,7 @@ class AttentionBackend(ABC):
 
     name: ClassVar[str]
     impl_cls: ClassVar[type[AttentionImpl]]
-    builder_cls: ClassVar[type[AttentionMetadataBuilder]]
+    builder_cls: ClassVar[type[AttentionMetadataBuilder]] = AttentionMetadataBuilder
 
     @staticmethod
     @abstractmethod

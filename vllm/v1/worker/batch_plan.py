@@ -26,7 +26,6 @@ class BatchPlan:
     num_tokens_padded_across_dp: tuple[int, ...]
     dp_rank: int = 0
     cudagraph_mode: int = 0
-    is_profile: bool = False
 
     def __post_init__(self) -> None:
         assert 0 <= self.num_tokens_unpadded <= self.num_tokens_padded, (

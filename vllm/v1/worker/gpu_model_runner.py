@@ -98,9 +98,7 @@ class GPUModelRunner:
         """The largest step there can be, without caches: what it takes is not free for the KV cache."""
         num_tokens = self.max_num_tokens
         across_dp = (num_tokens,) * get_dp_group().world_size
-        plan = BatchPlan(
-            -1, 0, 1, num_tokens, num_tokens, across_dp, across_dp, get_dp_group().rank_in_group, is_profile=True
-        )
+        plan = BatchPlan(-1, 0, 1, num_tokens, num_tokens, across_dp, across_dp, get_dp_group().rank_in_group)
         zeros = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
         with set_forward_context(None, dp_metadata=self._dp_metadata(plan), batch_plan=plan, step=-1):
             hidden_states = self.model(zeros, zeros)

@@ -6,12 +6,7 @@ from __future__ import annotations
 import torch
 
 from vllm import _cpu_ops
-from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, CommonAttentionMetadata
-
-
-class CPUAttentionMetadataBuilder(AttentionMetadataBuilder):
-    def build(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
-        return common
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, CommonAttentionMetadata
 
 
 class CPUAttentionImpl(AttentionImpl):
@@ -42,7 +37,6 @@ class CPUAttentionImpl(AttentionImpl):
 class CPUAttentionBackend(AttentionBackend):
     name = "CPU_ATTN"
     impl_cls = CPUAttentionImpl
-    builder_cls = CPUAttentionMetadataBuilder
 
     @staticmethod
     def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:

@@ -6,12 +6,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, CommonAttentionMetadata
-
-
-class TorchPagedMetadataBuilder(AttentionMetadataBuilder):
-    def build(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
-        return common
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, CommonAttentionMetadata
 
 
 class TorchPagedImpl(AttentionImpl):
@@ -57,7 +52,6 @@ class TorchPagedImpl(AttentionImpl):
 class TorchPagedBackend(AttentionBackend):
     name = "TORCH_PAGED"
     impl_cls = TorchPagedImpl
-    builder_cls = TorchPagedMetadataBuilder
 
     @staticmethod
     def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
