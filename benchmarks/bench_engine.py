@@ -20,9 +20,10 @@ import tempfile
 from pathlib import Path
 
 CHILD = """
-import json, os, random, resource, sys, time
-start = time.perf_counter()
-kind, folder, num_prompts, length, output, single = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:7])
+import json, random, re, sys, time
+from pathlib import Path
+start = time.time()
+kind, folder, lengths, num_prompts, output, single = sys.argv[1], sys.argv[2], eval(sys.argv[3]), *map(int, sys.argv[4:])
 if kind == "transformers":
     import torch
     from transformers import AutoModelForCausalLM
@@ -40,30 +41,53 @@ else:
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts],
                                SamplingParams(temperature=0, max_tokens=n, ignore_eos=True), use_tqdm=False)
         assert all(len(o.outputs[0].token_ids) == n for o in outputs)
+def peak_mb(pid="self"):
+    status = Path(f"/proc/{pid}/status").read_text()
+    children = Path(f"/proc/{pid}/task").glob("*/children")
+    pids = [child for file in children for child in file.read_text().split()]
+    return int(re.search(r"VmHWM:\\s+(\\d+)", status)[1]) * 1024 / 1e6 + sum(map(peak_mb, pids))
+def rate(prompts, n):
+    t = time.perf_counter()
+    run(prompts, n)
+    return len(prompts) * n / (time.perf_counter() - t)
 rng = random.Random(0)
-prompts = [[rng.randrange(100, 40000) for _ in range(length)] for _ in range(num_prompts)]
-run(prompts[:1], 1)
-first = time.perf_counter() - start
-run(prompts[:2], 8)
-t = time.perf_counter(); run(prompts, output); batch = num_prompts * output / (time.perf_counter() - t)
-t = time.perf_counter(); run(prompts[:1], single); one = single / (time.perf_counter() - t)
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-print("RESULT " + json.dumps({"first_token_s": first, "batch_tok_s": batch, "single_tok_s": one, "peak_gib": peak}))
+prompts = {n: [[rng.randrange(100, 40000) for _ in range(n)] for _ in range(num_prompts)] for n in lengths}
+short = prompts[lengths[0]]
+run(short[:1], 1)
+result = {"first_token_s": time.time() - start}
+run(short[:2], 8)
+result["single"] = rate(short[:1], single)
+for n in lengths:
+    result[f"batch_{n}"] = rate(prompts[n], output)
+result["peak_mb"] = peak_mb()
+print("RESULT " + json.dumps(result))
 """
 
 
-def measure(python: str, kind: str, folder: str, length: int, args: argparse.Namespace) -> dict[str, float]:
+def measure(python: str, kind: str, args: argparse.Namespace) -> dict[str, float]:
     """One run of one contender in a fresh process, started outside the repository so that each imports its own vllm."""
-    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}
-    command = [python, "-c", CHILD, kind, folder, *map(str, (args.prompts, length, args.output, args.single))]
-    with tempfile.TemporaryDirectory() as folder_to_run_in:
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": args.kv_cache_gib, "HF_HUB_OFFLINE": "1"}
+    sizes = (f"[{args.loads}]", args.prompts, args.output, args.single)
+    command = [python, "-c", CHILD, kind, str(Path(args.model).resolve()), *map(str, sizes)]
+    with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
-            command, env=environment, cwd=folder_to_run_in, capture_output=True, text=True, timeout=900, check=False
+            command, env=environment, cwd=folder, capture_output=True, text=True, timeout=1200, check=False
         )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:
         raise RuntimeError(f"{kind} failed with exit code {done.returncode}:\n{done.stderr[-3000:]}")
     return json.loads(lines[-1].removeprefix("RESULT "))
+
+
+def memory_mb(args: argparse.Namespace) -> tuple[float, float]:
+    """MB of the weights, and of the KV cache that the largest load fills."""
+    folder = Path(args.model)
+    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e6
+    config = json.loads((folder / "config.json").read_text())
+    heads = config["num_attention_heads"]
+    head_size = config.get("head_dim") or config["hidden_size"] // heads
+    row = 2 * 2 * config["num_hidden_layers"] * config.get("num_key_value_heads", heads) * head_size
+    return weights, args.prompts * (max(map(int, args.loads.split(","))) + args.output) * row / 1e6
 
 
 def main() -> None:
@@ -76,39 +100,39 @@ def main() -> None:
     parser.add_argument("--output", type=int, default=64)
     parser.add_argument("--single", type=int, default=128, help="tokens of the single-request run")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kv-cache-gib", default="2")
     args = parser.parse_args()
     contenders = {"this engine": (sys.executable, "engine"), "transformers": (sys.executable, "transformers")}
     if args.upstream:
         contenders["upstream"] = (args.upstream, "upstream")
         if args.upstream_eager:
             contenders["upstream eager"] = (args.upstream, "upstream-eager")
-    model, report = str(Path(args.model).resolve()), {}
-    for length in map(int, args.loads.split(",")):
-        runs: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
-        for _ in range(args.rounds):
-            for name, (python, kind) in contenders.items():
-                runs[name].append(measure(python, kind, model, length, args))
-        medians = {
-            name: {key: statistics.median(run[key] for run in results) for key in results[0]}
-            for name, results in runs.items()
-        }
-        report[length] = medians
-        load = f"{args.prompts} x ({length} in, {args.output} out), one request of {args.single} out"
-        columns = f"{'batch tok/s':>12} {'single tok/s':>13} {'first token s':>14} {'peak GiB':>9}   batch, single vs"
-        print(f"\n{load}; {args.rounds} rounds\n{'':16} {columns}")
-        for name, result in medians.items():
-            ratios = "  ".join(
-                f"{other} {medians['this engine']['batch_tok_s'] / theirs['batch_tok_s']:.2f}x "
-                f"{medians['this engine']['single_tok_s'] / theirs['single_tok_s']:.2f}x"
-                for other, theirs in medians.items()
-                if name == "this engine" and other != name
-            )
-            print(
-                f"{name:16} {result['batch_tok_s']:12.1f} {result['single_tok_s']:13.1f} "
-                f"{result['first_token_s']:14.2f} {result['peak_gib']:9.2f}   {ratios}",
-                flush=True,
-            )
-    print(json.dumps(report))
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
+    for number in range(args.rounds):
+        for name, (python, kind) in contenders.items():
+            runs[name].append(measure(python, kind, args))
+            print(f"round {number + 1}, {name}: {runs[name][-1]}", file=sys.stderr, flush=True)
+    medians = {
+        name: {key: statistics.median(run[key] for run in results) for key in results[0]}
+        for name, results in runs.items()
+    }
+    ours = medians["this engine"]
+    titles = {f"batch_{n}": f"{args.prompts} x ({n} in, {args.output} out)" for n in args.loads.split(",")}
+    titles |= {"single": f"1 x {args.single} out", "first_token_s": "first token, s", "peak_mb": "peak MB"}
+    print(f"output tok/s, medians of {args.rounds} rounds; in brackets this engine's multiple of it\n")
+    print(" " * 15 + "".join(f"{title:>24}" for title in titles.values()))
+    for name, result in medians.items():
+        cells = [f"{result[key]:.1f}" for key in titles]
+        if name != "this engine":
+            cells = [
+                f"{cell} ({ours[key] / result[key]:.2f}x)" if key.startswith(("batch", "single")) else cell
+                for key, cell in zip(titles, cells, strict=True)
+            ]
+        print(f"{name:15}" + "".join(f"{cell:>24}" for cell in cells))
+    weights, cache = memory_mb(args)
+    rest = ours["peak_mb"] - weights - cache
+    print(f"\nthis engine's peak: {weights:.0f} MB weights + {cache:.0f} MB KV cache in use + {rest:.0f} MB")
+    print(json.dumps(medians))
 
 
 if __name__ == "__main__":

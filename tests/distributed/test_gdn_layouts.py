@@ -4,7 +4,6 @@ state, and the B60 case's NaN shown by putting its faults back. All with uniniti
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,16 +13,10 @@ import rank_checks
 import tiny_hybrids as hybrids
 import tiny_models as tiny
 import torch
+from layout_checks import LOADS, check, load_of, rank_llm
 
 pytestmark = pytest.mark.multiprocess
 
-# Prompt lengths and tokens to generate, by DP rank; ranks beyond the second repeat the pattern.
-LOADS: dict[str, tuple[tuple[list[int], int], ...]] = {
-    "b60": (([5, 5, 8, 8], 8), ([7, 5, 11, 7], 8)),
-    "one-long": (([1], 8), ([200], 8)),
-    "idle-rank": (([], 8), ([9], 8)),
-    "far-apart": (([6, 4, 9], 3), ([3], 24)),
-}
 LAYOUTS = [  # name, TP, DP, EP
     ("qwen3-next", 2, 1, True),
     ("qwen3.5", 2, 1, False),
@@ -33,78 +26,20 @@ LAYOUTS = [  # name, TP, DP, EP
 ]
 
 
-def load_of(load: str, dp_rank: int, dp_size: int) -> tuple[list[tuple[int, ...]], int]:
-    lengths, num_tokens = LOADS[load][dp_rank % len(LOADS[load])]
-    if dp_size == 1:
-        lengths = list(itertools.chain.from_iterable(part[0] for part in LOADS[load]))
-    return [tiny.prompt(length, seed=10 + dp_rank % 2) for length in lengths], num_tokens
-
-
-def rank_llm(folder: str, tp: int, dp: int, ep: bool = True, **kwargs: Any) -> Any:
-    return hybrids.make_llm(
-        "",
-        model=folder,
-        tensor_parallel_size=tp,
-        data_parallel_size=dp,
-        enable_expert_parallel=ep,
-        distributed_executor_backend="external_launcher",
-        max_model_len=256,
-        max_num_batched_tokens=64,
-        num_gpu_blocks_override=100,
-        **kwargs,
-    )
-
-
-def run_loads(
-    folder: str, tp: int, dp: int, ep: bool, loads: list[str], max_delay_s: float
-) -> dict[str, list[tuple[int, ...]]]:
-    """On a rank: the loads one after the other on one engine; token ids by load."""
-    llm = rank_llm(folder, tp, dp, ep)
-    result = {}
-    with rank_checks.observed(max_delay_s):
-        for load in loads:
-            prompts, num_tokens = load_of(load, rank_checks.own_rank() // tp, dp)
-            result[load] = tiny.tokens(tiny.generate(llm, prompts, num_tokens))
-            llm.llm_engine.scheduler.check_integrity()
-    llm.shutdown()
-    return result
-
-
-def check(name: str, tp: int, dp: int, ep: bool, policies: str, loads: list[str], max_delay_s: float) -> None:
-    by_rank = launcher.run_ranks(
-        run_loads,
-        tp * dp,
-        hybrids.checkpoint(name),
-        tp,
-        dp,
-        ep,
-        loads,
-        max_delay_s,
-        env={"VLLM_POLICIES": policies},
-        poison=True,
-        deadline_s=180,
-    )
-    for rank, got in enumerate(by_rank):
-        for load in loads:
-            prompts, num_tokens = load_of(load, rank // tp, dp)
-            expected = [hybrids.greedy(name, prompt, num_tokens) for prompt in prompts]
-            assert got[load] == expected, f"{name} TP{tp} DP{dp} EP {ep}, rank {rank}, load {load}"
-
-
 @pytest.mark.parametrize(("name", "tp", "dp", "ep"), LAYOUTS)
 def test_layout(name: str, tp: int, dp: int, ep: bool) -> None:
-    check(name, tp, dp, ep, "cpu", list(LOADS), 0.001)
+    check(hybrids, name, tp, dp, ep, "cpu", list(LOADS), 0.001)
 
 
 @pytest.mark.parametrize(("name", "tp", "dp", "ep"), [case for case in LAYOUTS if case[2] > 1])
 def test_layout_with_xpu_policies(name: str, tp: int, dp: int, ep: bool) -> None:
-    check(name, tp, dp, ep, "xpu", list(LOADS), 0.001)
+    check(hybrids, name, tp, dp, ep, "xpu", list(LOADS), 0.001)
 
 
 @pytest.mark.parametrize("policies", ["cpu", "xpu"])
 def test_long_delays(policies: str) -> None:
     """The B60 layout and load, each rank late by up to 20 ms before each collective."""
-    check("qwen3.5-moe", 2, 2, True, policies, ["b60"], 0.02)
+    check(hybrids, "qwen3.5-moe", 2, 2, True, policies, ["b60"], 0.02)
 
 
 # --- idle and uneven ranks -----------------------------------------------------------------------------------------

@@ -13,13 +13,13 @@ MAX_TOKENS = 24
 SCRIPT = EXAMPLES / "xpu_arc_b60_dp_ep.py"
 
 
+def torchrun(ranks: int) -> list[str]:
+    return [str(Path(sys.executable).with_name("torchrun")), "--standalone", f"--nproc-per-node={ranks}"]
+
+
 def run_example(*options: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable]
-    if ranks > 1:
-        torchrun = Path(sys.executable).with_name("torchrun")
-        launcher = [str(torchrun), "--standalone", f"--nproc-per-node={ranks}"]
     return subprocess.run(
-        [*launcher, str(SCRIPT), *options],
+        [*(torchrun(ranks) if ranks > 1 else [sys.executable]), str(SCRIPT), *options],
         env={**os.environ, "OMP_NUM_THREADS": "1" if ranks > 1 else "2"},
         capture_output=True,
         text=True,

@@ -8,11 +8,11 @@ or timed-out collective leaves here as :class:`CollectiveError`, which names ran
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -33,8 +33,7 @@ class CollectiveError(RuntimeError):
         return CollectiveError, (str(self), self.record)
 
 
-@dataclass(frozen=True, slots=True)
-class CollectiveRecord:
+class CollectiveRecord(NamedTuple):
     """One collective of this process.
 
     Attributes:
@@ -68,6 +67,11 @@ class CollectiveObserver(Protocol):
 
     def after(self, token: Any, error: BaseException | None = None) -> None:
         """Called once the collective has returned, or with the exception that it raised."""
+
+
+@functools.cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 _observer: CollectiveObserver | None = None
@@ -114,18 +118,18 @@ class record_collective:
     def _record(self) -> CollectiveRecord:
         op, group, ranks, rank, tensors, path, sizes = self._args
         return CollectiveRecord(
-            op=op,
-            group=group,
-            seq=self._seq,
-            rank=rank,
-            ranks=tuple(ranks),
-            path=path,
-            sizes=None if sizes is None else tuple(sizes),
-            shapes=tuple(tuple(t.shape) for t in tensors),
-            dtypes=tuple(str(t.dtype).removeprefix("torch.") for t in tensors),
-            num_bytes=sum(t.numel() * t.element_size() for t in tensors),
-            step=forward_context.current_step,
-            layer=forward_context.current_layer,
+            op,
+            group,
+            self._seq,
+            rank,
+            tuple(ranks),
+            path,
+            None if sizes is None else tuple(sizes),
+            tuple([tuple(t.shape) for t in tensors]),
+            tuple([_dtype_name(t.dtype) for t in tensors]),
+            sum([t.nbytes for t in tensors]),
+            forward_context.current_step,
+            forward_context.current_layer,
         )
 
     def __enter__(self) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from vllm import envs
 from vllm.distributed.observer import CollectiveError, CollectiveRecord
-from vllm.v1.debug.ledger import agreed_fields, clock, describe, disagreements, name_ranks, record_fields
+from vllm.v1.debug.ledger import agreed_fields, clock, describe, disagreements, name_ranks
 
 _LONGEST_NAP_S = 0.02
 
@@ -76,7 +76,7 @@ class ConsensusGuard:
         store = self.board.store
         store.set(f"at/{record.rank}", f"waits in {describe(record)} since {clock(time.time())}")
         keys = [f"{record.group}/{record.seq}/{rank}" for rank in record.ranks]
-        own = json.dumps(agreed_fields(record_fields(record)))
+        own = json.dumps(agreed_fields(record._asdict()))
         store.set(keys[record.ranks.index(record.rank)], own)
         self._wait_for(keys, record)
         texts = [text.decode() for text in store.multi_get(keys)]

@@ -21,7 +21,7 @@ _SILENT_S = 1.0
 
 @dataclass(frozen=True)
 class RankLedger:
-    """``about``: the rank's own line; ``entries``: its collectives in order, as ``record_fields`` names them."""
+    """``about``: the rank's own line; ``entries``: its collectives in order, as ``CollectiveRecord`` names them."""
 
     about: dict[str, Any]
     entries: list[dict[str, Any]]

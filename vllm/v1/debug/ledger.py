@@ -8,7 +8,6 @@ of the rank itself; a line that the ring overwrites is gone.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import operator
@@ -27,8 +26,7 @@ CAPACITY = 4096
 _END_WIDTH = 18
 # The collectives by which the expert layers send and fetch tokens, as their traces are known.
 _PHASES = {"all_gatherv": "dispatch", "reduce_scatterv": "combine"}
-_FIELDS = [field.name for field in dataclasses.fields(CollectiveRecord)]
-_REPEATED = [name for name in _FIELDS if name not in ("step", "seq")]
+_REPEATED = [name for name in CollectiveRecord._fields if name not in ("step", "seq")]
 _repeated_values = operator.attrgetter(*_REPEATED)
 
 
@@ -38,13 +36,8 @@ def _repeated_text(values: tuple[Any, ...]) -> str:
     return json.dumps(dict(zip(_REPEATED, values, strict=True)))[1:-1]
 
 
-def record_fields(record: CollectiveRecord) -> dict[str, Any]:
-    """A record as the ledger's lines name its fields."""
-    return {name: getattr(record, name) for name in _FIELDS}
-
-
 def describe(record: CollectiveRecord | Mapping[str, Any]) -> str:
-    fields = record if isinstance(record, Mapping) else record_fields(record)
+    fields = record if isinstance(record, Mapping) else record._asdict()
     where = f"step {fields['step']}, layer {fields['layer'] or 'none'}"
     return f"{fields['op']} #{fields['seq']} of {fields['group']} ({where})"
 

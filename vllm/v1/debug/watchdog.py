@@ -106,6 +106,8 @@ class Diagnosis:
             self._failed, self.ledger.state = True, f"{how}: {reason}"
             self.ledger.show_life()
             if self.board is not None:
+                # A launcher that sees another rank die ends this one before its exception is shown.
+                os.write(2, f"[FAIL] rank={self.ledger.rank} {how}: {reason}\n".encode())
                 self._on_board(lambda board: board.raise_alarm(reason))
                 time.sleep(_GRACE_S)
 

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The B60 example under torchrun with a rank that dies, raises or stalls: the run ends within 30 s of the fault,
+non-zero, with rank, step and collective named, and leaves neither a process nor shared memory behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from demo_run import torchrun
+from faulty_example import FAULTY_RANK, FAULTY_STEP
+
+pytestmark = pytest.mark.multiprocess
+
+SCRIPT = Path(__file__).with_name("faulty_example.py")
+TIMEOUT_S = 6
+MARK = "VLLM_TEST_DRILL"
+
+
+def processes_of(drill: str) -> list[int]:
+    """Whatever the drill started and is still there, by a variable that it handed down."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                environment = (folder / "environ").read_bytes()
+            except OSError:
+                continue
+            if f"{MARK}={drill}".encode() in environment.split(b"\0"):
+                found.append(int(folder.name))
+    return found
+
+
+@pytest.fixture
+def drill() -> Iterator[str]:
+    name = uuid.uuid4().hex
+    yield name
+    for pid in processes_of(name):
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("fault", ["dies", "raises", "stalls"])
+def test_a_failing_rank_ends_the_run(fault: str, drill: str, dense_folder: str) -> None:
+    in_shared_memory = set(os.listdir("/dev/shm"))
+    options = ["--max-model-len", "64", "--kv-cache-memory-bytes", str(1 << 24)]
+    done = subprocess.run(
+        [*torchrun(4), str(SCRIPT), fault, *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "VLLM_COLLECTIVE_TIMEOUT_S": str(TIMEOUT_S), MARK: drill},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    ended = time.time()
+    happened = re.search(r"FAULT at ([\d.]+)", done.stdout)
+    assert happened, done.stderr[-4000:]
+    assert ended - float(happened[1]) < 30
+    assert done.returncode != 0
+    # torchrun tells which rank went first, the engine what the others waited for
+    if fault != "stalls":
+        assert re.search(rf"rank\s*: {FAULTY_RANK} ", done.stderr), done.stderr[-4000:]
+    named = re.findall(r"\[FAIL\] rank=(\d) failed: (\w+) #\d+ of ep:0 \(step (\d+), layer \S+\) failed", done.stderr)
+    assert any(int(rank) != FAULTY_RANK and int(step) >= FAULTY_STEP for rank, _, step in named), done.stderr[-4000:]
+    assert processes_of(drill) == []
+    assert set(os.listdir("/dev/shm")) <= in_shared_memory
