@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What diagnosis costs: step times of two ranks with it on against off.
 
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=2 benchmarks/bench_diagnosis.py [MODEL_FOLDER]
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=2 benchmarks/bench_diagnosis.py [--model FOLDER]
 
 On and off take turns step by step in one run, so that a busy machine and growing contexts are alike for both. Out come
 the ratios of medians, of wall clock and, for machines that others use as well, of CPU time; ``off`` against
@@ -11,16 +11,15 @@ clock. Without a folder a random 8-layer MoE is made.
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
-import sys
 import tempfile
 import time
 
 import torch
 import torch.distributed as dist
 
-STEPS = 400
 MODES: dict[str, dict[str, str]] = {
     "off": {},
     "watchdog": {"VLLM_STALL_TIMEOUT_S": "120"},
@@ -47,6 +46,11 @@ def main() -> None:
     from vllm.distributed import get_world_group, observer
     from vllm.v1.debug import watchdog
 
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--steps", type=int, default=400, help="of each mode, half of them with it on")
+    args = parser.parse_args()
     os.environ["VLLM_STALL_TIMEOUT_S"] = "0"
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -54,12 +58,12 @@ def main() -> None:
         box = [own_folder if rank else make_model(own_folder)]
         dist.broadcast_object_list(box)
         llm = LLM(
-            sys.argv[1] if len(sys.argv) > 1 else box[0], data_parallel_size=2, enable_expert_parallel=True,
-            dtype="float32", skip_tokenizer_init=True, max_model_len=STEPS + 32, max_num_seqs=4,
+            args.model or box[0], data_parallel_size=2, enable_expert_parallel=True,
+            dtype=args.dtype, skip_tokenizer_init=True, max_model_len=args.steps + 32, max_num_seqs=4,
             max_num_batched_tokens=256, enable_prefix_caching=False,
         )  # fmt: skip
         engine = llm.llm_engine
-        params = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True, detokenize=False)
+        params = SamplingParams(temperature=0, max_tokens=args.steps, ignore_eos=True, detokenize=False)
         for mode, settings in MODES.items():
             os.environ.update(settings)
             if "VLLM_TRACE_COLLECTIVES" in settings:

@@ -23,7 +23,8 @@ CHILD = """
 import json, random, re, sys, time
 from pathlib import Path
 start = time.time()
-kind, folder, lengths, num_prompts, output, single = sys.argv[1], sys.argv[2], eval(sys.argv[3]), *map(int, sys.argv[4:])
+kind, folder, lengths = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+num_prompts, output, single = map(int, sys.argv[4:])
 if kind == "transformers":
     import torch
     from transformers import AutoModelForCausalLM

@@ -37,6 +37,7 @@ class CollectiveRecord(NamedTuple):
     """One collective of this process.
 
     Attributes:
+        step, layer: where in the run; -1 and empty outside a step.
         op: what the engine asked for (``all_gatherv``, ``reduce_scatterv``, …).
         group: unique name of the group, ``kind:index`` (``ep:0``); ``seq`` counts that group's collectives from 0.
         rank, ranks: this process's global rank, and the group's.
@@ -44,12 +45,12 @@ class CollectiveRecord(NamedTuple):
         sizes: rows of each rank of the group where the operation has them.
         shapes, dtypes: of this rank's input tensors.
         num_bytes: of this rank's input tensors.
-        step, layer: where in the run; -1 and empty outside a step.
     """
 
+    step: int
+    seq: int
     op: str
     group: str
-    seq: int
     rank: int
     ranks: tuple[int, ...]
     path: str
@@ -57,8 +58,12 @@ class CollectiveRecord(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     num_bytes: int
-    step: int
     layer: str
+
+    @property
+    def repeated(self) -> tuple[Any, ...]:
+        """The fields after ``step`` and ``seq``, which come back in every step of decode."""
+        return self[2:]
 
 
 class CollectiveObserver(Protocol):
@@ -118,9 +123,10 @@ class record_collective:
     def _record(self) -> CollectiveRecord:
         op, group, ranks, rank, tensors, path, sizes = self._args
         return CollectiveRecord(
+            forward_context.current_step,
+            self._seq,
             op,
             group,
-            self._seq,
             rank,
             tuple(ranks),
             path,
@@ -128,7 +134,6 @@ class record_collective:
             tuple([tuple(t.shape) for t in tensors]),
             tuple([_dtype_name(t.dtype) for t in tensors]),
             sum([t.nbytes for t in tensors]),
-            forward_context.current_step,
             forward_context.current_layer,
         )
 
