@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-START_S = 240  # an engine that is not ready by then is given up
+START_S = 480  # an engine that is not ready by then is given up
 CONFIG: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 512,
@@ -119,6 +119,16 @@ def serve(engine: str, folder: str, requests: int, prompt: int, decode: int) -> 
 # --- the one that compares ------------------------------------------------------------------------------------------
 
 
+def descendants(pid: int) -> list[int]:
+    """``pid`` and the processes that it started, and they."""
+    found = [pid]
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in file.read_text().split():
+                found += descendants(int(child))
+    return found
+
+
 class Engine:
     def __init__(self, name: str, python: str, folder: str, args: argparse.Namespace) -> None:
         env = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", **os.environ}
@@ -133,7 +143,6 @@ class Engine:
             stderr=subprocess.DEVNULL,
             text=True,
             env=env,
-            start_new_session=True,  # an engine's own worker processes end with it
         )
         deadline = threading.Timer(START_S, self.kill)
         deadline.start()
@@ -162,8 +171,10 @@ class Engine:
         return statistics.median(result[what] for result in self.results)
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        """With its own worker processes, which may have sessions of their own."""
+        for pid in descendants(self.process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def stop(self) -> None:
         assert self.process.stdin is not None
