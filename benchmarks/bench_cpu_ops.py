@@ -173,13 +173,6 @@ def bench_rows(dtype: torch.dtype) -> None:
             best_seconds(lambda i, ids=ids: F.embedding(ids, table)),
             moved=2 * T * 576 * dtype.itemsize,
         )
-    logits = torch.randn(32, 49152).to(dtype)
-    report(
-        "greedy_argmax [32, 49152]",
-        best_seconds(lambda i: ops.greedy_argmax(logits)),
-        best_seconds(lambda i: logits.argmax(-1)),
-        moved=logits.nbytes,
-    )
 
 
 def bench_calls(dtype: torch.dtype) -> None:

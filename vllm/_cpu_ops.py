@@ -54,7 +54,6 @@ _FUNCTIONS = (
     "vc_embedding",
     "vc_rms_norm",
     "vc_silu_and_mul",
-    "vc_argmax",
     "vc_rotary",
     "vc_reshape_and_cache",
     "vc_paged_attention",
@@ -343,24 +342,6 @@ def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
     return out
 
 
-def greedy_argmax_ref(logits_TV: Tensor) -> Tensor:
-    """Twin of ``greedy_argmax``."""
-    return logits_TV.argmax(dim=-1)
-
-
-def greedy_argmax(logits_TV: Tensor) -> Tensor:
-    """Index of the first largest element of each row -> int64 [T]; a NaN counts as the largest, as in torch."""
-    kernels = _kernels()
-    if kernels is None or logits_TV.shape[1] < 64:
-        return greedy_argmax_ref(logits_TV)
-    T, V = logits_TV.shape
-    x0, x1 = logits_TV.stride()
-    assert x1 == 1, f"logits' rows must be contiguous, stride is {x1}"
-    out = torch.empty(T, dtype=torch.int64)
-    kernels.vc_argmax(_i7(_CODE[logits_TV.dtype], T, V, logits_TV.data_ptr(), x0, out.data_ptr(), _threads()))
-    return out
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Attention
 
@@ -409,6 +390,22 @@ def rotary_embedding(positions_T: Tensor, q_THD: Tensor, k_TJD: Tensor, cos_sin_
     return None
 
 
+def _caches(key_cache: Tensor, value_cache: Tensor, J: int, D: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """(num_blocks, block_size, then the strides of a block and of a head in both caches) of caches that fit."""
+    blocks, _, block_size, _ = shape = key_cache.shape
+    assert shape == value_cache.shape == (blocks, J, block_size, D), (
+        f"caches are {shape}, {value_cache.shape}, needed {(blocks, J, block_size, D)}"
+    )
+    assert key_cache.dtype is dtype and value_cache.dtype is dtype, (
+        f"caches are {key_cache.dtype}, {value_cache.dtype}, needed {dtype}"
+    )
+    (kc0, kc1, kc2, kc3), (vc0, vc1, vc2, vc3) = key_cache.stride(), value_cache.stride()
+    assert kc3 == vc3 == 1 and kc2 == vc2 == D, (
+        f"cache strides are {key_cache.stride()}, {value_cache.stride()}, a block's head must be contiguous"
+    )
+    return blocks, block_size, kc0, kc1, vc0, vc1
+
+
 def reshape_and_cache_ref(
     k_TJD: Tensor, v_TJD: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping_T: Tensor
 ) -> None:
@@ -435,20 +432,11 @@ def reshape_and_cache(
     if kernels is None:
         return reshape_and_cache_ref(k_TJD, v_TJD, key_cache, value_cache, slot_mapping_T)
     T, J, D = shape = k_TJD.shape
-    blocks, _, block_size, _ = cache_shape = key_cache.shape
     dtype = k_TJD.dtype
-    assert v_TJD.shape == shape, f"k is {shape}, v is {v_TJD.shape}"
-    assert cache_shape == value_cache.shape == (blocks, J, block_size, D), (
-        f"caches are {cache_shape}, {value_cache.shape}, needed {(blocks, J, block_size, D)}"
-    )
-    assert v_TJD.dtype is dtype and key_cache.dtype is dtype and value_cache.dtype is dtype, (
-        f"k is {dtype}, v {v_TJD.dtype}, caches {key_cache.dtype}, {value_cache.dtype}"
-    )
+    assert v_TJD.shape == shape and v_TJD.dtype is dtype, f"k is {shape} {dtype}, v is {v_TJD.shape} {v_TJD.dtype}"
+    blocks, block_size, kc0, kc1, vc0, vc1 = _caches(key_cache, value_cache, J, D, dtype)
     (k0, k1, k2), (v0, v1, v2) = k_TJD.stride(), v_TJD.stride()
-    (kc0, kc1, kc2, kc3), (vc0, vc1, vc2, vc3) = key_cache.stride(), value_cache.stride()
-    assert k2 == v2 == kc3 == vc3 == 1 and kc2 == vc2 == D, (
-        f"strides are {k_TJD.stride()}, {v_TJD.stride()}, {key_cache.stride()}, {value_cache.stride()}"
-    )
+    assert k2 == v2 == 1, f"last strides are {k2}, {v2}, needed 1"
     assert slot_mapping_T.shape == (T,) and slot_mapping_T.dtype is torch.int64 and slot_mapping_T.is_contiguous(), (
         f"slots are {slot_mapping_T.shape} {slot_mapping_T.dtype}, needed int64 {(T,)}"
     )
@@ -539,21 +527,15 @@ def paged_attention(
             q_THD, key_cache, value_cache, block_table, query_start_loc, seq_lens, scale, out_THD, sliding_window, R
         )
     T, H, D = shape = q_THD.shape
-    blocks, J, block_size, _ = cache_shape = key_cache.shape
+    J, dtype = key_cache.shape[1], q_THD.dtype
     table_rows, table_blocks = block_table.shape
-    dtype = q_THD.dtype
-    assert cache_shape == value_cache.shape == (blocks, J, block_size, D) and H % J == 0, (
-        f"q is {shape}, caches are {cache_shape}, {value_cache.shape}"
+    assert H % J == 0, f"{H} query heads are no multiple of {J} key-value heads"
+    assert out_THD.shape == shape and out_THD.dtype is dtype, (
+        f"out is {out_THD.shape} {out_THD.dtype}, q {shape} {dtype}"
     )
-    assert out_THD.shape == shape, f"out is {out_THD.shape}, q is {shape}"
-    assert out_THD.dtype is dtype and key_cache.dtype is dtype and value_cache.dtype is dtype, (
-        f"q is {dtype}, out {out_THD.dtype}, caches {key_cache.dtype}, {value_cache.dtype}"
-    )
+    blocks, block_size, kc0, kc1, vc0, vc1 = _caches(key_cache, value_cache, J, D, dtype)
     (q0, q1, q2), (o0, o1, o2) = q_THD.stride(), out_THD.stride()
-    (kc0, kc1, kc2, kc3), (vc0, vc1, vc2, vc3) = key_cache.stride(), value_cache.stride()
-    assert q2 == o2 == kc3 == vc3 == 1 and kc2 == vc2 == D, (
-        f"strides are {q_THD.stride()}, {out_THD.stride()}, {key_cache.stride()}, {value_cache.stride()}"
-    )
+    assert q2 == o2 == 1, f"last strides are {q2}, {o2}, needed 1"
     assert block_table.dtype is query_start_loc.dtype is seq_lens.dtype is torch.int32, (
         f"tables are {block_table.dtype}, {query_start_loc.dtype}, {seq_lens.dtype}, needed int32"
     )

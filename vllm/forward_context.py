@@ -78,6 +78,7 @@ class ForwardContext:
         dp_metadata: the rows of all DP ranks; None where each rank computes for itself (DP size 1).
         batch_plan: the step's frozen plan, of the runner's own type.
         is_dummy: the rows are all padding (idle rank, warm-up), so diagnostics stay silent.
+        step_buffers: the engine's ``StepBuffers`` for layer outputs; None where layers allocate.
         additional: values of one backend's own.
     """
 
@@ -86,6 +87,7 @@ class ForwardContext:
     dp_metadata: DPMetadata | None = None
     batch_plan: Any = None
     is_dummy: bool = False
+    step_buffers: Any = None
     additional: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -95,6 +97,11 @@ _context: ForwardContext | None = None
 def get_forward_context() -> ForwardContext:
     """The running forward pass's context; asserts that there is one."""
     assert _context is not None, "no forward context: call the model inside set_forward_context(...)"
+    return _context
+
+
+def current_context() -> ForwardContext | None:
+    """The running forward pass's context, None outside."""
     return _context
 
 
@@ -110,6 +117,7 @@ def set_forward_context(
     dp_metadata: DPMetadata | None = None,
     batch_plan: Any = None,
     is_dummy: bool = False,
+    step_buffers: Any = None,
     step: int | None = None,
     additional: Mapping[str, Any] | None = None,
 ) -> Iterator[ForwardContext]:
@@ -119,7 +127,7 @@ def set_forward_context(
     if step is not None:
         set_current_step(step)
     _context = ForwardContext(
-        attn_metadata, static_forward_context or {}, dp_metadata, batch_plan, is_dummy, additional or {}
+        attn_metadata, static_forward_context or {}, dp_metadata, batch_plan, is_dummy, step_buffers, additional or {}
     )
     try:
         yield _context

@@ -88,40 +88,7 @@ void rotate(int64_t heads, int64_t stride, int64_t half, const float* cos_sin, T
   }
 }
 
-// Index of the first largest element; the first NaN counts as the largest, as in torch.
-template <class T> int64_t argmax(const T* x, int64_t n) {
-  vf top = splat(-INF);
-  vi odd = {};
-  for_columns(n, [&](int64_t d, int width) {
-    vf v = width == VL ? load(x + d) : load(x + n - VL);  // the last register overlaps the one before
-    top = v > top ? v : top;
-    odd |= v != v;
-  });
-  float peak = max(top);
-  vi any = {};
-  bool nan = std::memcmp(&odd, &any, sizeof(odd)) != 0;
-  for (int64_t d = 0;; d += VL) {
-    if (d + VL > n) d = n - VL;
-    vf v = load(x + d);
-    vi hit = nan ? v != v : v == splat(peak);
-    if (std::memcmp(&hit, &any, sizeof(hit)) == 0) continue;
-    for (int j = 0; j < VL; j++)
-      if (hit[j]) return d + j;
-  }
-}
-
 }  // namespace
-
-struct ArgmaxArgs { int64_t dtype, T, V; const void* x; int64_t ldx; int64_t* out; int64_t threads; };
-EXPORT int vc_argmax(const ArgmaxArgs* a) {
-  with_type(a->dtype, [&](auto t) {
-    using T = decltype(t);
-    for_range((int)a->threads, a->T, grain(a->V), [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; i++) a->out[i] = argmax((const T*)a->x + i * a->ldx, a->V);
-    });
-  });
-  return 0;
-}
 
 EXPORT int vc_rms_norm(const NormArgs* a) {
   with_type(a->dtype, [&](auto t) {

@@ -430,19 +430,6 @@ def test_metadata_is_reused_until_a_row_changes():
     assert state.make_metadata([0, 2]).all_greedy
 
 
-def test_rows_move_with_their_history():
-    penalised = request(SamplingParams(temperature=0, frequency_penalty=1.0), output=[7, 7])
-    state = SamplingState(3, 10)
-    state.add_row(0, request(SamplingParams(temperature=0)))
-    state.add_row(1, penalised)
-    before = process_logits(torch.zeros(1, 10), state.make_metadata([1]))
-    state.remove_row(0)
-    state.move_row(1, 0)
-    after = process_logits(torch.zeros(1, 10), state.make_metadata())
-    assert torch.equal(before, after)
-    assert after[0, 7] == -2.0
-
-
 def test_wrong_rows_are_refused():
     state = SamplingState(3, 10)
     state.add_row(1, request(SamplingParams()))
@@ -453,4 +440,4 @@ def test_wrong_rows_are_refused():
     with pytest.raises(AssertionError, match="row 1 holds"):
         state.add_row(1, request(SamplingParams()))
     with pytest.raises(AssertionError, match="row 2 is free"):
-        state.move_row(2, 0)
+        state.remove_row(2)

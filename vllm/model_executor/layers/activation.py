@@ -10,7 +10,7 @@ from vllm import _custom_ops as ops
 
 
 class SiluAndMul(nn.Module):
-    """x [T, 2I] → silu(x[:, :I]) · x[:, I:] [T, I] (SwiGLU, Shazeer 2020)."""
+    """x [T, 2I] → silu(x[:, :I]) · x[:, I:] [T, I] (SwiGLU, Shazeer 2020), which overwrites x[:, :I]."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return ops.silu_and_mul(x)

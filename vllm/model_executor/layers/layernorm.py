@@ -32,10 +32,11 @@ class RMSNorm(nn.Module):
         self.weight.copy_(weight)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The normalised x; with ``residual`` also the new residual x + residual, which is written in place."""
+        """The normalised x, in ``out`` (may be x) where given. With ``residual`` the pair of the normalised sum and the
+        sum x + residual, both in place."""
         assert self.weight is not None, f"{self.prefix}: no weight was loaded"
         if residual is None:
-            return ops.rms_norm(x, self.weight, self.eps)
+            return ops.rms_norm(x, self.weight, self.eps, out)
         return ops.fused_add_rms_norm(x, residual, self.weight, self.eps)

@@ -21,6 +21,7 @@ from vllm.distributed import (
     tensor_model_parallel_all_reduce,
 )
 from vllm.forward_context import set_current_layer
+from vllm.model_executor.layers.step_buffers import buffer_key, step_buffer
 from vllm.model_executor.parameter import WeightSpec
 
 
@@ -66,6 +67,7 @@ class LinearBase(nn.Module):
         self.has_bias = bias
         self.input_size_per_partition = self.shards[0].num_cols
         self.output_size_per_partition = sum(shard.num_rows for shard in self.shards)
+        self.output_key = buffer_key(self.shards[0].name, self.output_size_per_partition, dtype)
         self.weight: torch.Tensor | None = None
         self.bias: torch.Tensor | None = None
         self.packed: _cpu_ops.PackedWeight | None = None
@@ -105,7 +107,7 @@ class LinearBase(nn.Module):
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         if self.packed is not None:
-            return _cpu_ops.linear(x, self.packed, self.bias)
+            return _cpu_ops.linear(x, self.packed, self.bias, step_buffer(self.output_key, x.shape[0]))
         assert self.weight is not None, f"{self.shards[0].name}: no weight was loaded"
         return F.linear(x, self.weight, self.bias)
 
@@ -187,6 +189,10 @@ class QKVParallelLinear(LinearBase):
         super().__init__(shards, bias, dtype)
         self.num_heads, self.num_kv_heads = heads, kv_heads
         self.q_size, self.kv_size = q_size, kv_size
+
+    def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """qkv [T, N] → views q [T, q_size], k and v [T, kv_size]."""
+        return qkv.split_with_sizes((self.q_size, self.kv_size, self.kv_size), dim=-1)
 
 
 class RowParallelLinear(LinearBase):

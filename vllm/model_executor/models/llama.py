@@ -77,11 +77,12 @@ class LlamaAttention(nn.Module):
         )
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        qkv = self.qkv_proj(hidden_states)
-        q, k, v = qkv.split([self.qkv_proj.q_size, self.qkv_proj.kv_size, self.qkv_proj.kv_size], dim=-1)
-        q, k = q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim))
+        num_tokens = hidden_states.shape[0]
+        q, k, v = self.qkv_proj.split(self.qkv_proj(hidden_states))
+        q = q.view(num_tokens, self.qkv_proj.num_heads, self.head_dim)
+        k = k.view(num_tokens, self.qkv_proj.num_kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self.q_norm(q, out=q), self.k_norm(k, out=k)
         self.rotary_emb(positions, q, k)
         return self.o_proj(self.attn(q.flatten(1), k.flatten(1), v))
 

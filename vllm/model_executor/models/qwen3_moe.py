@@ -16,7 +16,7 @@ from vllm.model_executor.models.llama import DecoderLayer, LlamaAttention, Llama
 
 
 class Qwen3MoeSparseMoeBlock(nn.Module):
-    """Softmax router; ``norm_topk_prob`` renormalises the chosen weights to 1."""
+    """Softmax router; ``norm_topk_prob`` renormalises the chosen weights to 1, as where the config lacks it."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Qwen3MoeSparseMoeBlock(nn.Module):
             config.num_experts_per_tok,
             config.hidden_size,
             config.moe_intermediate_size,
-            config.norm_topk_prob,
+            getattr(config, "norm_topk_prob", True),
             dtype,
             f"{prefix}.experts",
             lambda e: (

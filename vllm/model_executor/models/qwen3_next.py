@@ -12,13 +12,13 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.activation import check_hidden_act
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.fused_moe import FusedMoE
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import QKVParallelLinear, ReplicatedLinear, RowParallelLinear
 from vllm.model_executor.layers.mamba.gdn_linear_attn import GatedDeltaNet
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.models.causal_lm import CausalLM, DecoderModel
 from vllm.model_executor.models.llama import DecoderLayer, LlamaMLP
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeSparseMoeBlock
 
 
 class Qwen3NextAttention(nn.Module):
@@ -59,42 +59,24 @@ class Qwen3NextAttention(nn.Module):
         )
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        qkv = self.qkv_proj(hidden_states)
-        qg, k, v = qkv.split([self.qkv_proj.q_size, self.qkv_proj.kv_size, self.qkv_proj.kv_size], dim=-1)
+        qg, k, v = self.qkv_proj.split(self.qkv_proj(hidden_states))
         q, gate = qg.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
-        q, k = self.q_norm(q), self.k_norm(k.unflatten(-1, (-1, self.head_dim)))
+        k = k.unflatten(-1, (-1, self.head_dim))
+        q, k = self.q_norm(q, out=q), self.k_norm(k, out=k)
         self.rotary_emb(positions, q, k)
         out = self.attn(q.flatten(1), k.flatten(1), v)
         return self.o_proj(out.mul_(gate.sigmoid().flatten(1)))
 
 
-class Qwen3NextSparseMoeBlock(nn.Module):
+class Qwen3NextSparseMoeBlock(Qwen3MoeSparseMoeBlock):
     """Routed experts plus sigmoid(gate) times a shared expert, whose TP shares ride in the experts' sum."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
-        super().__init__()
+        super().__init__(vllm_config, prefix)
         config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
-        hidden = config.hidden_size
-        self.gate = ReplicatedLinear(hidden, config.num_experts, False, dtype, f"{prefix}.gate")
+        hidden, inner = config.hidden_size, config.shared_expert_intermediate_size
         self.shared_expert_gate = ReplicatedLinear(hidden, 1, False, dtype, f"{prefix}.shared_expert_gate")
-        self.shared_expert = LlamaMLP(
-            hidden, config.shared_expert_intermediate_size, dtype, f"{prefix}.shared_expert", reduce_results=False
-        )
-        self.experts = FusedMoE(
-            config.num_experts,
-            config.num_experts_per_tok,
-            hidden,
-            config.moe_intermediate_size,
-            getattr(config, "norm_topk_prob", True),
-            dtype,
-            f"{prefix}.experts",
-            lambda e: (
-                f"{prefix}.experts.{e}.gate_proj",
-                f"{prefix}.experts.{e}.up_proj",
-                f"{prefix}.experts.{e}.down_proj",
-            ),
-            vllm_config.parallel_config.enable_expert_parallel,
-        )
+        self.shared_expert = LlamaMLP(hidden, inner, dtype, f"{prefix}.shared_expert", reduce_results=False)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         shared = self.shared_expert(hidden_states).mul_(self.shared_expert_gate(hidden_states).sigmoid())

@@ -129,13 +129,6 @@ class SamplingState:
         self._rows[row] = None
         self._cached = None
 
-    def move_row(self, src: int, dst: int) -> None:
-        """Move row ``src`` to the free row ``dst``."""
-        assert self._rows[src] is not None, f"row {src} is free"
-        assert self._rows[dst] is None, f"row {dst} is taken"
-        self._rows[dst], self._rows[src] = self._rows[src], None
-        self._cached = None
-
     def make_metadata(self, rows: Sequence[int] | None = None) -> SamplingMetadata:
         """The metadata of ``rows`` in that order, or of all occupied rows, which then must be 0 .. n-1.
 

@@ -14,6 +14,7 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_dp_group, get_tp_group
 from vllm.forward_context import DPMetadata, set_forward_context
 from vllm.logger import init_logger
+from vllm.model_executor.layers.step_buffers import StepBuffers
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.platforms import Platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -60,6 +61,7 @@ class GPUModelRunner:
         self.sampler = Sampler()
         self.pad_to_max = pads_to_max(platform.policies, parallel.enable_expert_parallel, parallel.data_parallel_size)
         self.step = 0
+        self.step_buffers = StepBuffers()
         self.any_unfinished_across_dp = False
 
     # --- set-up -------------------------------------------------------------------------------------------------
@@ -100,7 +102,9 @@ class GPUModelRunner:
         across_dp = (num_tokens,) * get_dp_group().world_size
         plan = BatchPlan(-1, 0, 1, num_tokens, num_tokens, across_dp, across_dp, get_dp_group().rank_in_group)
         zeros = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
-        with set_forward_context(None, dp_metadata=self._dp_metadata(plan), batch_plan=plan, step=-1):
+        with set_forward_context(
+            None, dp_metadata=self._dp_metadata(plan), batch_plan=plan, step_buffers=self.step_buffers, step=-1
+        ):
             hidden_states = self.model(zeros, zeros)
             num_logits = min(self.vllm_config.scheduler_config.max_num_seqs, num_tokens)
             self.model.compute_logits(hidden_states[:num_logits])
@@ -122,6 +126,7 @@ class GPUModelRunner:
             dp_metadata=self._dp_metadata(plan),
             batch_plan=plan,
             is_dummy=plan.is_dummy,
+            step_buffers=self.step_buffers,
             step=plan.step,
         ):
             hidden_states = self.model(inputs.input_ids, inputs.positions)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from vllm.forward_context import get_forward_context, set_current_layer
+from vllm.model_executor.layers.step_buffers import buffer_key, step_buffer
 from vllm.v1.attention.backend import zeroed_cache
 from vllm.v1.attention.backends.registry import get_attn_backend
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
@@ -41,6 +42,7 @@ class Attention(nn.Module):
         self.sliding_window = sliding_window or 0
         self.backend = get_attn_backend()
         self.impl = self.backend.impl_cls(num_heads, head_size, scale, num_kv_heads, self.sliding_window)
+        self.output_key = buffer_key(prefix, num_heads * head_size, dtype)
         self.kv_cache: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def get_kv_cache_spec(self) -> AttentionSpec:
@@ -59,14 +61,16 @@ class Attention(nn.Module):
             return query.new_zeros(num_tokens_padded, self.num_heads * self.head_size)
         assert self.kv_cache is not None, f"{self.layer_name}: the KV cache was never bound"
         metadata = context.attn_metadata[self.layer_name]
-        output = torch.empty(num_tokens_padded, self.num_heads, self.head_size, dtype=query.dtype, device=query.device)
+        output = step_buffer(self.output_key, num_tokens_padded) if query.is_cpu else None
+        if output is None:
+            output = query.new_empty(num_tokens_padded, self.num_heads * self.head_size)
         self.impl.forward(
-            query.unflatten(-1, (self.num_heads, self.head_size)),
-            key.unflatten(-1, (self.num_kv_heads, self.head_size)),
-            value.unflatten(-1, (self.num_kv_heads, self.head_size)),
+            query.view(num_tokens_padded, self.num_heads, self.head_size),
+            key.view(num_tokens_padded, self.num_kv_heads, self.head_size),
+            value.view(num_tokens_padded, self.num_kv_heads, self.head_size),
             self.kv_cache,
             metadata,
-            output,
+            output.view(num_tokens_padded, self.num_heads, self.head_size),
         )
         zero_padding_rows(output, metadata.num_actual_tokens)
-        return output.view(num_tokens_padded, -1)
+        return output

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Outputs that the decoder layers share: nothing for each layer that one buffer can serve.
+
+What ``self_attn.qkv_proj`` of a layer puts out is read up before the next layer's writes its own, so a step needs one
+tensor for each name inside a layer. Every row that a step hands out is written before it is read: rows of an earlier
+step are never in sight. CPU only; on devices the caching allocator gives the same memory back.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from vllm import forward_context
+
+Key = tuple[str, int, torch.dtype]
+
+
+class StepBuffers:
+    """The buffers of one engine; they grow to the largest step, which profiling runs first."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[Key, torch.Tensor] = {}
+        self._last: dict[Key, tuple[int, torch.Tensor]] = {}
+
+    def take(self, key: Key, rows: int) -> torch.Tensor:
+        """[rows, columns] of the key's dtype, contents undefined; the last one handed out for ``key`` is dead."""
+        last = self._last.get(key)
+        if last is not None and last[0] == rows:
+            return last[1]
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape[0] < rows:
+            buffer = self._buffers[key] = torch.empty(rows, key[1], dtype=key[2], device="cpu")
+        view = buffer[:rows]
+        self._last[key] = rows, view
+        return view
+
+
+def buffer_key(name: str, columns: int, dtype: torch.dtype) -> Key:
+    """For layer ``name``: what stands before ``layers.N.`` and N itself make no difference."""
+    return re.sub(r"^.*layers\.\d+\.", "", name), columns, dtype
+
+
+def step_buffer(key: Key, rows: int) -> torch.Tensor | None:
+    """The running step's buffer; None outside an engine's step, where the caller allocates."""
+    context = forward_context.current_context()
+    return None if context is None or context.step_buffers is None else context.step_buffers.take(key, rows)
