@@ -133,8 +133,9 @@ def test_sizes_that_do_not_fit_the_world_raise_on_every_rank() -> None:
 
 def _started_differently(name: str) -> str:
     init_distributed_environment()
-    if name == "pad_dp_to_max" and own_rank() == 1:
-        os.environ["VLLM_DP_PAD_TO_MAX"] = "1"
+    variable = {"pad_dp_to_max": "VLLM_DP_PAD_TO_MAX"}.get(name, name)
+    if variable.startswith("VLLM_") and own_rank() == 1:
+        os.environ[variable] = "1"
     sizes = (2, 1) if name == "tensor_parallel_size" and own_rank() == 0 else (1, 2)
     with pytest.raises(ValueError) as caught:
         initialize_model_parallel(*sizes, name == "enable_expert_parallel" and own_rank() == 0)
@@ -144,7 +145,13 @@ def _started_differently(name: str) -> str:
 @multiprocess
 @pytest.mark.parametrize(
     ("name", "values"),
-    [("tensor_parallel_size", [2, 1]), ("enable_expert_parallel", [True, False]), ("pad_dp_to_max", [False, True])],
+    [
+        ("tensor_parallel_size", [2, 1]),
+        ("enable_expert_parallel", [True, False]),
+        ("pad_dp_to_max", [False, True]),
+        ("VLLM_CHECK_COLLECTIVES", [False, True]),
+        ("VLLM_DEBUG_NAN", ["0", "1"]),
+    ],
 )
 def test_ranks_started_differently_are_refused_on_every_rank(name: str, values: list[Any]) -> None:
     for message in launcher.run_ranks(_started_differently, 2, name):

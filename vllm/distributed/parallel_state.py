@@ -334,7 +334,7 @@ def initialize_model_parallel(
 
     Raises:
         ValueError: the world is not TP x DP ranks (on every rank, before any communication), or the ranks were started
-            with different sizes or policies (on every rank, before any group is made).
+            with different sizes, policies or checks (on every rank, before any group is made).
     """
     world = get_world_group()
     tp, dp = tensor_model_parallel_size, data_parallel_size
@@ -355,13 +355,15 @@ def initialize_model_parallel(
 
 
 def _check_same_on_all_ranks(world: GroupCoordinator, tp: int, dp: int, enable_expert_parallel: bool) -> None:
-    """Sizes and policies decide which collectives run, so a rank that differs would hang the others."""
+    """Sizes, policies and checks decide which collectives run, so a rank that differs would hang the others."""
     assert _platform is not None
     settings = {
         "tensor_parallel_size": tp,
         "data_parallel_size": dp,
         "enable_expert_parallel": enable_expert_parallel,
         **asdict(_platform.policies),
+        "VLLM_CHECK_COLLECTIVES": envs.VLLM_CHECK_COLLECTIVES,
+        "VLLM_DEBUG_NAN": envs.VLLM_DEBUG_NAN or "0",
     }
     everyones = world.all_gather_object(settings)
     for name in settings:

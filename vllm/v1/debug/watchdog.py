@@ -158,20 +158,15 @@ _installed: Diagnosis | None = None
 
 
 def install(world: GroupCoordinator) -> None:
-    """Watch this rank from now on; every rank calls it, after the groups exist.
-
-    Raises ``ValueError`` on every rank where ``VLLM_CHECK_COLLECTIVES`` differs between them.
-    """
+    """Watch this rank from now on; every rank calls it, after the groups exist."""
     global _installed
     uninstall()
     trace, checks, stall = envs.VLLM_TRACE_COLLECTIVES, envs.VLLM_CHECK_COLLECTIVES, envs.VLLM_STALL_TIMEOUT_S
-    told = world.all_gather_object((checks, f"{time.time():.6f}"))
-    if len({check for check, _ in told}) > 1:
-        raise ValueError(f"VLLM_CHECK_COLLECTIVES differs between the ranks: {[c for c, _ in told]} by rank")
+    run = world.all_gather_object(f"{time.time():.6f}")[0]
     prints, folder = trace == "1", None if trace in ("", "0", "1") else trace
     if not (prints or folder or checks or stall > 0):
         return
-    rank, run, several = world.rank, told[0][1], world.world_size > 1
+    rank, several = world.rank, world.world_size > 1
     _installed = Diagnosis(
         Ledger(rank, world.world_size, run, folder, prints),
         ConsensusGuard(Board(run, rank)) if checks and several else None,
