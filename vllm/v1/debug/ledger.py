@@ -23,15 +23,15 @@ from typing import Any
 from vllm.distributed.observer import VARIABLE, CollectiveRecord
 
 CAPACITY = 4096
-_END_WIDTH = 18
+_END_WIDTH = 18  # of seconds since the epoch with six decimals, and one more digit
 # The collectives by which the expert layers send and fetch tokens, as their traces are known.
 _PHASES = {"all_gatherv": "dispatch", "reduce_scatterv": "combine"}
 
 
 @functools.lru_cache(CAPACITY)
-def _repeated_text(values: tuple[Any, ...]) -> str:
+def _repeated_text(values: tuple[Any, ...]) -> bytes:
     """JSON of the fields that are the same in every step of decode; making it anew costs more than all the rest."""
-    return json.dumps(dict(zip(CollectiveRecord._fields[2:], values, strict=True)))[1:-1]
+    return json.dumps(dict(zip(CollectiveRecord._fields[2:], values, strict=True)))[1:].encode()
 
 
 def describe(record: CollectiveRecord | Mapping[str, Any]) -> str:
@@ -47,12 +47,6 @@ def name_ranks(ranks: list[int]) -> str:
 def clock(seconds: float) -> str:
     """Seconds since the epoch → local ``HH:MM:SS.mmm``."""
     return time.strftime("%H:%M:%S", time.localtime(seconds)) + f".{int(seconds * 1000) % 1000:03d}"
-
-
-def _seconds(time_s: float) -> str:
-    """``f"{time_s:.6f}"`` at a fraction of its cost."""
-    micros = str(int(time_s * 1e6))
-    return f"{micros[:-6]}.{micros[-6:]}"
 
 
 def agreed_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,7 +123,7 @@ class Ledger:
     def show_life(self) -> None:
         """Write the rank's own line: its state, and that it is alive now."""
         about = {**self._about, "host": socket.gethostname(), "state": self.state[:300], "alive": time.time()}
-        self._write(0, json.dumps(about))
+        self._write(0, json.dumps(about).encode())
 
     def close(self) -> None:
         self.show_life()
@@ -154,7 +148,7 @@ class Ledger:
             entry.error = f"{type(error).__name__}: {error}"
             self._write_entry(entry)
         elif self._file is not None:
-            self._file[entry.end_at : entry.end_at + _END_WIDTH] = f"{_seconds(entry.end):<{_END_WIDTH}}".encode()
+            self._file[entry.end_at : entry.end_at + _END_WIDTH] = b"%-*.6f" % (_END_WIDTH, entry.end)
         if self.prints and error is None:
             print(f"{self._counter(entry.record)}=0\n{self._trace(entry.record, 'EXIT')}", flush=True)
 
@@ -172,20 +166,22 @@ class Ledger:
 
     def _write_entry(self, entry: Entry) -> None:
         if self._file is not None:
-            r, error = entry.record, json.dumps(entry.error[:200]) if entry.error else '""'
-            end = "null" if entry.end is None else _seconds(entry.end)
-            fields = f'"n": {entry.number}, "step": {r.step}, "seq": {r.seq}, {_repeated_text(r.repeated)}'
-            text = f'{{{fields}, "start": {_seconds(entry.start)}, "error": {error}, "end": '
+            r, error = entry.record, json.dumps(entry.error[:200]).encode() if entry.error else b'""'
+            begin = b'{"n": %d, "step": %d, "seq": %d, "start": %.6f, "error": %b, "end": ' % (
+                entry.number, r.step, r.seq, entry.start, error
+            )  # fmt: skip
+            end = b"null" if entry.end is None else b"%.6f" % entry.end
             slot = 1 + entry.number % CAPACITY
-            entry.end_at = slot * self._line + len(text)
-            self._write(slot, f"{text}{end:<{_END_WIDTH}}}}")
+            entry.end_at = slot * self._line + len(begin)
+            self._write(slot, b"%b%b, %b" % (begin, end.ljust(_END_WIDTH), _repeated_text(r.repeated)))
 
-    def _write(self, slot: int, text: str) -> None:
+    def _write(self, slot: int, text: bytes) -> None:
         if self._file is not None:
-            assert len(text) < self._line, f"a ledger line of {len(text)} characters, {self._line} are kept: {text}"
-            self._widest = max(self._widest, len(text))
+            assert len(text) < self._line, f"a ledger line of {len(text)} bytes, {self._line} are kept: {text.decode()}"
+            text = text.ljust(self._widest)
+            self._widest = len(text)
             at = slot * self._line
-            self._file[at : at + self._widest] = f"{text:<{self._widest}}".encode()
+            self._file[at : at + len(text)] = text
 
     def _trace(self, r: CollectiveRecord, what: str) -> str:
         phase = _PHASES.get(r.op, r.group.partition(":")[0])
