@@ -123,7 +123,7 @@ class Ledger:
     def show_life(self) -> None:
         """Write the rank's own line: its state, and that it is alive now."""
         about = {**self._about, "host": socket.gethostname(), "state": self.state[:300], "alive": time.time()}
-        self._write(0, json.dumps(about).encode())
+        self._write(0, json.dumps(about).encode().ljust(self._line - 1))
 
     def close(self) -> None:
         self.show_life()
@@ -173,13 +173,14 @@ class Ledger:
             end = b"null" if entry.end is None else b"%.6f" % entry.end
             slot = 1 + entry.number % CAPACITY
             entry.end_at = slot * self._line + len(begin)
-            self._write(slot, b"%b%b, %b" % (begin, end.ljust(_END_WIDTH), _repeated_text(r.repeated)))
+            line = b"%b%b, %b" % (begin, end.ljust(_END_WIDTH), _repeated_text(r.repeated))
+            line = line.ljust(self._widest)  # covers whatever the slot held
+            self._widest = len(line)
+            self._write(slot, line)
 
     def _write(self, slot: int, text: bytes) -> None:
         if self._file is not None:
             assert len(text) < self._line, f"a ledger line of {len(text)} bytes, {self._line} are kept: {text.decode()}"
-            text = text.ljust(self._widest)
-            self._widest = len(text)
             at = slot * self._line
             self._file[at : at + len(text)] = text
 
