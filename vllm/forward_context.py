@@ -100,11 +100,6 @@ def get_forward_context() -> ForwardContext:
     return _context
 
 
-def current_context() -> ForwardContext | None:
-    """The running forward pass's context, None outside."""
-    return _context
-
-
 def is_forward_context_available() -> bool:
     return _context is not None
 

@@ -6,12 +6,8 @@ from __future__ import annotations
 import os
 import random
 import signal
-import sys
 import time
-from pathlib import Path
 from typing import Any
-
-sys.path.append(str(Path(__file__).parents[1] / "distributed"))
 
 import launcher
 import rank_checks

@@ -8,12 +8,12 @@ import runpy
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import Any
+
+from demo_run import EXAMPLES, SCRIPT
 
 from vllm.v1.worker.gpu_worker import Worker
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "offline_inference"
 FAULTY_RANK, FAULTY_STEP = 1, 5
 
 
@@ -42,7 +42,7 @@ def main() -> None:
 
     Worker.load_model = load_and_prepare  # type: ignore[method-assign]
     sys.path.insert(0, str(EXAMPLES))
-    runpy.run_path(str(EXAMPLES / "xpu_arc_b60_dp_ep.py"), run_name="__main__")
+    runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import re
 
 import torch
 
-from vllm import forward_context
+from vllm.forward_context import get_forward_context, is_forward_context_available
 
 Key = tuple[str, int, torch.dtype]
 
@@ -44,5 +44,5 @@ def buffer_key(name: str, columns: int, dtype: torch.dtype) -> Key:
 
 def step_buffer(key: Key, rows: int) -> torch.Tensor | None:
     """The running step's buffer; None outside an engine's step, where the caller allocates."""
-    context = forward_context.current_context()
-    return None if context is None or context.step_buffers is None else context.step_buffers.take(key, rows)
+    buffers = get_forward_context().step_buffers if is_forward_context_available() else None
+    return None if buffers is None else buffers.take(key, rows)
