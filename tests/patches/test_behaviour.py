@@ -38,6 +38,7 @@ INPUT_BATCH = "vllm/v1/worker/gpu/input_batch.py"
 RUNNER_V1 = "vllm/v1/worker/gpu_model_runner.py"
 RUNNER_V2 = "vllm/v1/worker/gpu/model_runner.py"
 XPU_OPS = "vllm/_xpu_ops.py"
+XPU_MOE = "vllm/model_executor/layers/fused_moe/experts/xpu_moe.py"
 
 
 def releases_of(number: str) -> Any:
@@ -326,6 +327,69 @@ def test_gdn_real_row_views(release: str, poison: None, monkeypatch: pytest.Monk
     assert z[:26].eq(3).all()
     assert core[26:].eq(0).all()
     assert z[26:].eq(0).all()
+
+
+# --- fix 11 --------------------------------------------------------------------------------------------------------
+
+
+class RemappingExperts:
+    """Stand-in for the XPU MoE kernel on one EP rank, whose memory is a list: what lies in front of the expert table
+    is where id -1 lands. Expert e adds (e + 1) times the row; rows are filed under the local expert that the table
+    names, each expert has as many places as *valid* ids named it, and a row more takes the next expert's first place.
+    """
+
+    def __init__(self, ep_rank: int, ep_size: int, num_experts: int) -> None:
+        local = num_experts // ep_size
+        first = ep_rank * local
+        table = [e - first if first <= e < first + local else -1 for e in range(num_experts)]
+        self.first, self.local, self.memory = first, local, [0, *table]
+
+    def apply(self, output, hidden_states, topk_weights, topk_ids, **_: Any) -> None:
+        ids = topk_ids.tolist()
+        places: list[tuple[int, int, int]] = []
+        for expert in range(self.local):
+            places += [
+                (expert, t, k) for t, row in enumerate(ids) for k, e in enumerate(row) if self.memory[e + 1] == expert
+            ]
+        sizes = [sum(e == self.first + expert for row in ids for e in row) for expert in range(self.local)]
+        runs = [expert for expert, size in enumerate(sizes) for _ in range(size)]
+        output.zero_()
+        for (_, token, choice), expert in zip(places, runs, strict=False):
+            output[token] += topk_weights[token, choice] * (self.first + expert + 1) * hidden_states[token]
+
+
+def xpu_moe(release: str, numbers: list[str], ids: torch.Tensor, hidden: torch.Tensor, ep_size: int) -> torch.Tensor:
+    """The sum over the EP ranks of what upstream's XPU experts put out; 4 experts, weights 1, pad rows' 0."""
+    apply = taken_out(release, XPU_MOE, "XPUExperts.apply", numbers, {"torch": torch})
+    weights = (ids >= 0).float()
+    total = torch.zeros_like(hidden)
+    for ep_rank in range(ep_size):
+        experts = types.SimpleNamespace(
+            moe_config=types.SimpleNamespace(ep_size=ep_size, ep_rank=ep_rank),
+            fused_moe_impl=RemappingExperts(ep_rank, ep_size, 4),
+        )
+        given = inspect.signature(apply).parameters.keys() - {"self"}
+        arguments: dict[str, Any] = dict.fromkeys(given)
+        arguments |= {"output": torch.empty_like(hidden), "hidden_states": hidden, "topk_weights": weights}
+        arguments |= {"topk_ids": ids.clone(), "global_num_experts": 4}
+        apply(experts, **arguments)
+        total += arguments["output"]
+    return total
+
+
+@releases_of("0015")
+@pytest.mark.parametrize("ep_size", [2, 4])
+def test_xpu_moe_pad_rows(release: str, ep_size: int, poison: None):
+    """Rows [2] and [5] are padding, from two DP ranks; real rows lose their experts to them without the patch."""
+    ids = torch.tensor([[0, 1], [2, 3], [-1, -1], [1, 2], [3, 0], [-1, -1]], dtype=torch.int32)
+    hidden = torch.arange(1.0, 7)[:, None].expand(6, 3).clone()
+    real = ids[:, 0] >= 0
+    right = (ids + 1).sum(1, keepdim=True) * hidden
+    broken = xpu_moe(release, [], ids, hidden, ep_size)
+    assert (broken[real] != right[real]).any()
+    fixed = xpu_moe(release, ["0015"], ids, hidden, ep_size)
+    assert torch.equal(fixed[real], right[real])
+    assert fixed[~real].eq(0).all()
 
 
 # --- fix 9 ---------------------------------------------------------------------------------------------------------

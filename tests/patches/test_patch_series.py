@@ -48,9 +48,10 @@ INTENDED = {
     "0012": [("vllm/_xpu_ops.py", "_gdn_attention_core_xpu_impl")],
     "0013": [("vllm/v1/worker/gpu_model_runner.py", "GPUModelRunner._dummy_run")] * 2,
     "0014": [("vllm/v1/attention/ops/triton_decode_attention.py", "_fwd_kernel_stage2")],
+    "0015": [("vllm/model_executor/layers/fused_moe/experts/xpu_moe.py", "XPUExperts.apply")],
 }
-# Here the patch fits, but the release has no use for it: its pinned kernels take padded rows.
-FITS_WITHOUT_NEED = {("0012", release) for release in SERIES.releases[4:]}
+# Here the patch fits, but the release has no use for it: its pinned kernels take padded rows; its routers give no -1.
+FITS_WITHOUT_NEED = {("0012", release) for release in SERIES.releases[4:]} | {("0015", "0.22.1"), ("0015", "0.24.0")}
 
 
 def fetched(release: str) -> Path:
