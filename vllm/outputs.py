@@ -14,9 +14,9 @@ from vllm.logprobs import PromptLogprobs, SampleLogprobs
 class CompletionOutput:
     """One completion of a prompt.
 
-    ``finish_reason``: None while it runs, else ``stop``, ``length``, ``abort`` or ``error``. ``stop_reason``: the stop
-    string or token id that ended it, None for the model's end token. ``cumulative_logprob`` and ``logprobs`` are None
-    unless log-probabilities were asked for.
+    ``finish_reason`` is ``stop``, ``length``, ``abort`` or ``error`` once it has ended. With ``stop``, ``stop_reason``
+    holds which of the request's own ``stop`` or ``stop_token_ids`` matched; an end token of the model leaves it None.
+    ``cumulative_logprob`` and ``logprobs`` are None unless log-probabilities were asked for.
     """
 
     index: int

@@ -201,9 +201,7 @@ class SamplingParams:
             _integer("max_tokens", self.max_tokens, ">= 1, or None for as many as fit", lambda v: v >= 1)
         _integer("min_tokens", self.min_tokens, ">= 0", lambda v: v >= 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}; lower one or raise the other"
-            )
+            raise ValueError(f"a request of max_tokens={self.max_tokens} never has min_tokens={self.min_tokens} tokens")
         if self.truncate_prompt_tokens is not None:
             _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, ">= 1, or -1", lambda v: v >= 1 or v == -1)
         if self.stop and not self.detokenize:
@@ -259,16 +257,15 @@ class SamplingParams:
 
 
 def _bias(logit_bias: dict[Any, Any]) -> dict[int, float]:
-    out = {}
-    for token, value in logit_bias.items():
-        try:
-            token_id = int(token)
-        except (TypeError, ValueError):
-            raise ValueError(f"logit_bias has the key {token!r}; give token ids") from None
+    """JSON's string keys become token ids; values are held to OpenAI's range of ±100."""
+    try:
+        by_id = {int(token): value for token, value in logit_bias.items()}
+    except (TypeError, ValueError):
+        raise ValueError(f"logit_bias has keys that are no token ids: {list(logit_bias)[:10]}") from None
+    for token_id, value in by_id.items():
         _integer("logit_bias key", token_id, ">= 0", lambda v: v >= 0)
         _number(f"logit_bias[{token_id}]", value, "", lambda _: True)
-        out[token_id] = min(100.0, max(-100.0, float(value)))
-    return out
+    return {token_id: sorted((-100.0, float(value), 100.0))[1] for token_id, value in by_id.items()}
 
 
 _DEFAULTS = SamplingParams()

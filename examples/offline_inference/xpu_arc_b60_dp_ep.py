@@ -27,13 +27,13 @@ from vllm.distributed import get_dp_group, get_tp_group, get_world_group
 
 # 5, 5, 8 and 8 tokens for DP rank 0, and 7, 5, 11 and 7 for DP rank 1, by the demo model's tokenizer.
 PROMPTS = [
-    "Hello, my name is",
-    "The capital of France is",
-    "The largest planet in our solar system is",
-    "Once upon a time, there was a",
-    "The president of the United States is",
-    "The future of AI is",
-    "To make a cup of tea, you first need to",
+    "Good morning, my dear",
+    "The opposite of hot is",
+    "In autumn the leaves of the maple turn",
+    "When the rain had stopped, the children",
+    "The best way to learn swimming is",
+    "The three primary colours are",
+    "Before you plant a tree in your garden, you should",
     "Photosynthesis is the process by which",
 ]
 

@@ -4,7 +4,6 @@
 from vllm.distributed.communication_op import (
     tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
-    tensor_model_parallel_reduce_scatter,
 )
 from vllm.distributed.observer import (
     CollectiveError,
@@ -58,5 +57,4 @@ __all__ = [
     "set_collective_observer",
     "tensor_model_parallel_all_gather",
     "tensor_model_parallel_all_reduce",
-    "tensor_model_parallel_reduce_scatter",
 ]

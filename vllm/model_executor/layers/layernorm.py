@@ -31,12 +31,14 @@ class RMSNorm(nn.Module):
         self.weight = torch.empty(self.size, dtype=weight.dtype)
         self.weight.copy_(weight)
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None, out: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The normalised x, in ``out`` (may be x) where given. With ``residual`` the pair of the normalised sum and the
-        sum x + residual, both in place."""
+    def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The normalised x, in ``out`` (may be x) where given."""
         assert self.weight is not None, f"{self.prefix}: no weight was loaded"
-        if residual is None:
-            return ops.rms_norm(x, self.weight, self.eps, out)
-        return ops.fused_add_rms_norm(x, residual, self.weight, self.eps)
+        return ops.rms_norm(x, self.weight, self.eps, out)
+
+    def add(self, update: torch.Tensor | None, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``stream`` takes in ``update`` (None adds nothing): the normalised sum, in its place, and the sum."""
+        if update is None:
+            return self(stream), stream
+        assert self.weight is not None, f"{self.prefix}: no weight was loaded"
+        return ops.fused_add_rms_norm(update, stream, self.weight, self.eps)

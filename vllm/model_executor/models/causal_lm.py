@@ -18,8 +18,8 @@ from vllm.model_executor.parameter import WeightSpec, collect_weight_specs
 class DecoderModel(nn.Module):
     """Token ids [T] and positions [T] → hidden states [T, hidden].
 
-    ``layer_cls(vllm_config, rope, prefix)`` maps (positions, hidden_states, residual) to (hidden_states, residual);
-    the sum of both is the residual stream.
+    ``layer_cls(vllm_config, rope, prefix)`` maps (positions, update, stream) to (update, stream): the residual stream,
+    and what its last block has yet to add to it.
     """
 
     layer_cls: ClassVar[type[nn.Module]]
@@ -39,10 +39,10 @@ class DecoderModel(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, f"{prefix}.norm", self.zero_centered_norm)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        hidden_states, residual = self.embed_tokens(input_ids), None
+        update, stream = None, self.embed_tokens(input_ids)
         for layer in self.layers:
-            hidden_states, residual = layer(positions, hidden_states, residual)
-        return self.norm(hidden_states, residual)[0]
+            update, stream = layer(positions, update, stream)
+        return self.norm.add(update, stream)[0]
 
 
 class CausalLM(nn.Module):

@@ -114,16 +114,12 @@ class DecoderLayer(nn.Module):
         )
 
     def forward(
-        self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
+        self, positions: torch.Tensor, update: torch.Tensor | None, stream: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if residual is None:
-            residual = hidden_states
-            hidden_states = self.input_layernorm(hidden_states)
-        else:
-            hidden_states, residual = self.input_layernorm(hidden_states, residual)
-        hidden_states = self.self_attn(positions, hidden_states)
-        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
-        return self.mlp(hidden_states), residual
+        """``update``: what the block before has yet to add to ``stream``, None in the first layer; both [T, hidden]."""
+        normed, stream = self.input_layernorm.add(update, stream)
+        normed, stream = self.post_attention_layernorm.add(self.self_attn(positions, normed), stream)
+        return self.mlp(normed), stream
 
 
 class LlamaDecoderLayer(DecoderLayer):

@@ -26,13 +26,12 @@ def select_experts(
     router_logits [T, E] → weights [T, top_k] fp32, ids [T, top_k] int32. Rows from ``num_tokens_unpadded`` on are
     padding: id -1 and weight 0, whatever their logits hold. A NaN there would make top-k return one expert many times.
     """
-    weights, ids = torch.topk(torch.softmax(router_logits, dim=-1, dtype=torch.float32), top_k, dim=-1)
+    probabilities_TE = router_logits.float().softmax(-1)
+    chosen = probabilities_TE.topk(top_k)
+    weights, ids = chosen.values, chosen.indices.int()
     if renormalize:
-        weights /= weights.sum(dim=-1, keepdim=True)
-    ids = ids.to(torch.int32)
-    if num_tokens_unpadded < router_logits.shape[0]:
-        ids[num_tokens_unpadded:] = -1
-        weights[num_tokens_unpadded:] = 0
+        weights = weights / weights.sum(-1, keepdim=True)
+    weights[num_tokens_unpadded:], ids[num_tokens_unpadded:] = 0, -1
     return weights, ids
 
 
