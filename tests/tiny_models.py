@@ -69,7 +69,11 @@ _folders = tempfile.TemporaryDirectory(prefix="vllm-tiny-")
 
 @functools.cache
 def checkpoint(name: str, seed: int = 0) -> str:
-    """The folder of checkpoint ``name``. Weights are wide enough that near-ties between tokens are rare."""
+    """The folder of checkpoint ``name``.
+
+    Its layers outweigh the embedding in the residual stream: a model that mostly repeats its last token, as small
+    random ones do, cannot tell a right decode step from a wrong one. Weights are wide enough that near-ties are rare.
+    """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     stem, changes = CHECKPOINTS[name]
@@ -77,8 +81,13 @@ def checkpoint(name: str, seed: int = 0) -> str:
     torch.manual_seed(seed)
     model = getattr(transformers, f"{stem}ForCausalLM")(config)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(4) if parameter.dim() > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
+        for name_of, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            else:
+                parameter.mul_(0.5 if "embed_tokens" in name_of else 8)
+        if config.tie_word_embeddings:
+            model.model.norm.weight.mul_(8)
     folder = Path(_folders.name) / f"{name}-{seed}"
     model.save_pretrained(folder)
     return str(folder)

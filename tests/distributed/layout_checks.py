@@ -62,7 +62,15 @@ def run_loads(
 
 
 def check(
-    models: Any, name: str, tp: int, dp: int, ep: bool, policies: str, loads: list[str], max_delay_s: float
+    models: Any,
+    name: str,
+    tp: int,
+    dp: int,
+    ep: bool,
+    policies: str,
+    loads: list[str],
+    max_delay_s: float,
+    env: dict[str, str] | None = None,
 ) -> None:
     """``models``: the module that has the checkpoint and its greedy tokens, ``tiny_models`` or ``tiny_hybrids``."""
     by_rank = launcher.run_ranks(
@@ -74,7 +82,7 @@ def check(
         ep,
         loads,
         max_delay_s,
-        env={"VLLM_POLICIES": policies},
+        env={"VLLM_POLICIES": policies, **(env or {})},
         poison=True,
         deadline_s=180,
     )

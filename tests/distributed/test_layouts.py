@@ -22,6 +22,7 @@ LAYOUTS = [  # name, TP, DP, EP
     ("qwen3-moe-mixed", 2, 1, True),
     ("llama", 2, 1, False),
     ("llama", 4, 1, False),
+    ("llama-bias", 2, 1, False),
 ]
 
 
@@ -39,3 +40,9 @@ def test_layout_with_xpu_policies(name: str, tp: int, dp: int, ep: bool) -> None
 def test_long_delays(policies: str) -> None:
     """The B60 layout and load, each rank late by up to 50 ms before each collective."""
     check(tiny, "mixtral", 2, 2, True, policies, ["b60"], 0.05)
+
+
+def test_layout_with_the_attention_of_devices() -> None:
+    """TP 4 over 2 key-value heads, which two ranks share, through the plain torch backend."""
+    env = {"VLLM_ATTENTION_BACKEND": "TORCH_PAGED"}
+    check(tiny, "llama-rope", 4, 1, False, "cpu", ["b60", "one-long"], 0, env)

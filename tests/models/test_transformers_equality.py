@@ -43,6 +43,25 @@ def test_prompt_logprobs_over_chunks(name: str) -> None:
             assert prompt[position] in given
 
 
+def test_prompt_logprobs_of_a_long_prompt() -> None:
+    """Scored in pieces of 256 rows: each piece has its own rows' hidden states."""
+    prompt = tiny.prompt(310)
+    llm = tiny.make_llm("qwen3")
+    (output,) = tiny.generate(llm, [prompt], 1, prompt_logprobs=0)
+    llm.shutdown()
+    given = torch.tensor([one[prompt[i]].logprob for i, one in enumerate(output.prompt_logprobs) if one])
+    expected = tiny.logprobs("qwen3", prompt)[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    torch.testing.assert_close(given, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", tiny.CHECKPOINTS)
+def test_the_tiny_models_say_different_things(name: str) -> None:
+    """A model that repeats one token cannot show a wrong decode step."""
+    distinct = [len(set(tiny.greedy(name, tiny.prompt(length), 64))) for length in LENGTHS]
+    assert min(distinct) >= 6, distinct
+    assert sum(distinct) / len(distinct) >= 12, distinct
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_no_worse_than_transformers(dtype: str) -> None:
     """The kind of fault: an intermediate that is rounded where transformers keeps fp32. Both are compared with fp32."""
