@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint mutants clean
 
 demo: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node=4 examples/offline_inference/xpu_arc_b60_dp_ep.py
 
 test: $(INSTALLED) lint
 	$(BIN)/python -m pytest
+
+# Faults of one line, each run against the tests that must see it: an hour on two cores.
+mutants: $(INSTALLED)
+	$(BIN)/python tests/mutants.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
