@@ -96,3 +96,18 @@ def test_pad_rows_and_pad_requests_reach_no_kernel(fla_calls: list[str]) -> None
     assert (out[3:] == 0).all()
     assert torch.equal(state[:2], before[:2])
     assert not torch.equal(state[2], before[2])
+
+
+def test_the_twins_leave_the_pad_slot_alone() -> None:
+    """A pad request may have rows, where a kernel wants its padding as a sequence: slot 0 keeps its bytes."""
+    q, k, v, g, beta = inputs([3, 2])
+    starts, slots = torch.tensor([0, 3, 5], dtype=torch.int32), torch.tensor([2, 0], dtype=torch.int32)
+    state, conv_state = torch.full((3, 4, 8, 8), torch.nan), torch.full((3, 3, 6), torch.nan)
+    state[2], conv_state[2] = 0, 0
+    out = _gdn_ops.gated_delta_rule_ref(q, k, v, g, beta, state, starts, slots)
+    y = _gdn_ops.causal_conv1d_ref(torch.randn(5, 6), torch.randn(4, 6), conv_state, starts, slots)
+    for rows, states in ((out, state), (y, conv_state)):
+        assert rows[:3].isfinite().all()
+        assert (rows[3:] == 0).all()
+        assert states[:2].isnan().all()
+        assert states[2].isfinite().all()
