@@ -475,9 +475,9 @@ def paged_attention_ref(
         begin, end, length = start[r], start[r + 1], lens[r]
         if length == 0 or end == begin:
             continue
-        position = torch.arange(length - (end - begin), length)
-        first_key = max(0, int(position[0]) + 1 - sliding_window) if sliding_window else 0
-        key = torch.arange(first_key, length)
+        position = torch.arange(length - (end - begin), length, device=q_THD.device)
+        first_key = max(0, length - (end - begin) + 1 - sliding_window) if sliding_window else 0
+        key = torch.arange(first_key, length, device=q_THD.device)
         block, offset = block_table[r, key // block_size].long(), key % block_size
         visible = key <= position[:, None]
         if sliding_window:
@@ -579,10 +579,13 @@ class PackedExperts:
 
 
 def pack_expert_weights(weight_ENK: Tensor, gated: bool = False) -> PackedExperts:
-    """Packs the experts' weights [E, N, K]; ``gated=True`` for w13, whose N = 2 * I is [gate; up]."""
+    """Packs the experts' weights [E, N, K]; ``gated=True`` for w13, whose N = 2 * I is [gate; up].
+
+    "plain", and not copied, for a weight on another device or where there are no kernels.
+    """
     E, N, K = weight_ENK.shape
     dtype = weight_ENK.dtype
-    if _kernels() is None:
+    if not weight_ENK.is_cpu or _kernels() is None:
         return PackedExperts(E, N, K, dtype, weight_ENK, "plain", gated)
     _CODE[dtype]
     parts = 2 if gated else 1
@@ -605,7 +608,7 @@ def fused_experts_ref(
 ) -> Tensor:
     """Twin of ``fused_experts`` for "plain" weights."""
     wide = torch.promote_types(x_TD.dtype, torch.float32)
-    y_TSD = torch.zeros((*topk_ids_TS.shape, x_TD.shape[1]), dtype=wide)
+    y_TSD = x_TD.new_zeros((*topk_ids_TS.shape, x_TD.shape[1]), dtype=wide)
     for e in topk_ids_TS[topk_ids_TS >= 0].unique().tolist():
         token, slot = torch.where(topk_ids_TS == e)
         h = silu_and_mul_ref(F.linear(x_TD[token], w13.data[e]))

@@ -38,11 +38,12 @@ def select_experts(
 class FusedMoE(nn.Module):
     """Routed SwiGLU experts: hidden_states [T, hidden] and router_logits [T, E] → [T, hidden].
 
-    With expert parallelism EP rank r holds experts [r·E/ep, (r+1)·E/ep) whole, else every rank holds a TP slice of
-    each expert. ``expert_names(e)`` gives the checkpoint prefixes of expert e's gate, up and down projections.
+    With expert parallelism each EP rank holds a run of whole experts, the first ``E % ep`` ranks one more than the
+    rest, which may be none; else every rank holds a TP slice of each expert. ``expert_names(e)`` gives the checkpoint
+    prefixes of expert e's gate, up and down projections.
 
     Raises:
-        ValueError: the experts, or their intermediate size, cannot be divided over the ranks.
+        ValueError: without expert parallelism, the intermediate size cannot be divided over the ranks.
     """
 
     def __init__(
@@ -65,13 +66,10 @@ class FusedMoE(nn.Module):
         self.layer_name, self.expert_names = prefix, expert_names
         ep, tp = get_ep_group(), get_tp_group()
         if enable_expert_parallel:
-            if num_experts % ep.world_size:
-                raise ValueError(
-                    f"{prefix}: {num_experts} experts cannot be divided over {ep.world_size} expert-parallel ranks; "
-                    f"choose data_parallel_size x tensor_parallel_size that divides {num_experts}"
-                )
-            self.local_num_experts = num_experts // ep.world_size
-            self.first_expert, self.intermediate_slice = ep.rank_in_group * self.local_num_experts, slice(None)
+            each, more = divmod(num_experts, ep.world_size)
+            self.local_num_experts = each + (ep.rank_in_group < more)
+            self.first_expert = ep.rank_in_group * each + min(ep.rank_in_group, more)
+            self.intermediate_slice = slice(None)
             self.local_intermediate = intermediate_size
         else:
             self.local_num_experts, self.first_expert = num_experts, 0
@@ -122,8 +120,9 @@ class FusedMoE(nn.Module):
         return self._loading[name]
 
     def process_weights_after_loading(self) -> None:
-        self.w13 = _cpu_ops.pack_expert_weights(self._loading.pop("w13"), gated=True)
-        self.w2 = _cpu_ops.pack_expert_weights(self._loading.pop("w2"))
+        if self.local_num_experts:
+            self.w13 = _cpu_ops.pack_expert_weights(self._loading.pop("w13"), gated=True)
+            self.w2 = _cpu_ops.pack_expert_weights(self._loading.pop("w2"))
 
     def forward(
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor, tp_partial: torch.Tensor | None = None
@@ -143,6 +142,8 @@ class FusedMoE(nn.Module):
 
     def experts(self, hidden_states: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """This rank's share of the experts' output for R rows: [R, hidden], exactly 0 in rows with no expert here."""
+        if not self.local_num_experts:
+            return torch.zeros_like(hidden_states)
         if self.expert_map is not None:
             ids = torch.where(ids >= 0, self.expert_map[ids.clamp(min=0)], -1)
         assert self.w13 is not None, f"{self.layer_name}: no expert was loaded"
