@@ -166,10 +166,14 @@ def test_unreadable_config(tmp_path: Path, text: str):
 
 
 def test_config_without_architecture(tiny_llama: Path, tmp_path: Path):
+    """Its model type decides; one that is not served is named."""
     config = json.loads((tiny_llama / "config.json").read_text())
     del config["architectures"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="names no architecture"):
+    args = EngineArgs(str(tmp_path))
+    assert args.create_engine_config().model_config.architecture == "LlamaForCausalLM"
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "gemma"}))
+    with pytest.raises(ValueError, match="type 'gemma' names no architecture"):
         EngineArgs(str(tmp_path)).create_engine_config()
     given = EngineArgs(str(tmp_path), hf_overrides={"architectures": ["LlamaForCausalLM"]})
     assert given.create_engine_config().model_config.architecture == "LlamaForCausalLM"

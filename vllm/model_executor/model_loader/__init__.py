@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import torch
@@ -19,6 +20,7 @@ from vllm.model_executor.model_loader.weight_utils import (
     read_safetensors,
     resolve_model_path,
     safetensors_files,
+    without_extra_layers,
 )
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.parameter import WeightSpec
@@ -56,7 +58,10 @@ def get_model(vllm_config: VllmConfig) -> nn.Module:
         elif config.load_format == "gguf":
             raise ValueError(f"load_format='gguf' but model={config.model!r} is a folder; give the .gguf file's path")
         else:
-            stored = read_safetensors(safetensors_files(path))
+            stored = read_safetensors(safetensors_files(path, getattr(config.hf_config, "transformers_weights", None)))
+    if (checkpoint_name := getattr(model, "checkpoint_name", None)) is not None:
+        stored = [dataclasses.replace(tensor, name=checkpoint_name(tensor.name)) for tensor in stored]
+    stored = without_extra_layers(stored, specs, origin)
     pairs = match_specs(specs, stored, getattr(model, "ignored_weights", ()), origin)
     with torch.no_grad(), freed_memory_goes_back():
         load_weights(model, pairs, config.dtype)

@@ -20,9 +20,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from vllm.logger import init_logger
 from vllm.model_executor.parameter import WeightSpec
 
-_INDEX = "model.safetensors.index.json"
+logger = init_logger(__name__)
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 
@@ -65,15 +68,25 @@ def resolve_model_path(model: str, revision: str | None = None) -> Path:
         ) from error
 
 
-def safetensors_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder, those of its index where it has one.
+def safetensors_files(folder: Path, named: str | None = None) -> list[Path]:
+    """The safetensors files of a model folder, in transformers' order of preference: the file or index that its config
+    names (``transformers_weights``, here ``named``), model.safetensors, the files of its index, any others.
 
     Raises FileNotFoundError naming what the folder lacks, ValueError for an unreadable index or for weights that are
     stored only as pickles.
     """
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} has no config.json; give the folder of a Hugging Face model")
-    index = folder / _INDEX
+    if named is not None and not (folder / named).is_file():
+        raise FileNotFoundError(f"{folder} lacks {named}, which transformers_weights in its config names; fetch it")
+    index = folder / (named if named is not None and named.endswith(".index.json") else _INDEX)
+    single = folder / (named or _SINGLE)
+    if single.suffix == ".safetensors" and single.is_file():
+        if index.is_file():
+            logger.warning(
+                "%s has both %s and %s; the former is loaded, as by transformers", folder, single.name, index.name
+            )
+        return [single]
     if index.is_file():
         try:
             files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
@@ -81,10 +94,9 @@ def safetensors_files(folder: Path) -> list[Path]:
             raise ValueError(f"{index} is no safetensors index ({error!r}); fetch it again") from error
         lacking = [file.name for file in files if not file.is_file()]
         if lacking:
-            raise FileNotFoundError(f"{folder} lacks {', '.join(lacking)}, which {_INDEX} lists; fetch them again")
+            raise FileNotFoundError(f"{folder} lacks {', '.join(lacking)}, which {index.name} lists; fetch them again")
         return files
-    single = folder / "model.safetensors"
-    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    files = sorted(folder.glob("*.safetensors"))
     if files:
         return files
     pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
@@ -104,7 +116,7 @@ def read_range(file: Path, offset: int, size: int) -> torch.Tensor:
     Plain reads, not a mapping: pages of a mapped file count as this process's memory until it is unmapped, and a
     file cut short under a mapping kills the process.
     """
-    data = torch.empty(size, dtype=torch.uint8)
+    data = torch.empty(size, dtype=torch.uint8, device="cpu")
     with file.open("rb") as stream:
         stream.seek(offset)
         found = stream.readinto(data.numpy().data)
@@ -181,8 +193,8 @@ def dummy_tensors(specs: Sequence[WeightSpec], seed: int) -> list[StoredTensor]:
     def stored(name: str, shape: tuple[int, ...]) -> StoredTensor:
         def read(dtype: torch.dtype) -> torch.Tensor:
             digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            unit = torch.rand(shape, generator=generator, dtype=torch.float32)
+            generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            unit = torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
             if len(shape) < 2:
                 return unit.add_(0.5).to(dtype)
             return unit.sub_(0.5).mul_(math.sqrt(12.0 / shape[-1])).to(dtype)
@@ -190,6 +202,25 @@ def dummy_tensors(specs: Sequence[WeightSpec], seed: int) -> list[StoredTensor]:
         return StoredTensor(name, shape, read)
 
     return [stored(spec.name, tuple(spec.shape)) for spec in specs if not spec.optional]
+
+
+def without_extra_layers(
+    stored: Sequence[StoredTensor], specs: Sequence[WeightSpec], origin: str
+) -> list[StoredTensor]:
+    """``stored`` without the decoder layers past the last one of ``specs``: a config may ask for fewer layers."""
+    layer = re.compile(r"^(?:\w+\.)*?layers\.(\d+)\.")
+    last = max((int(found[1]) for spec in specs if (found := layer.match(spec.name))), default=None)
+    if last is None:
+        return list(stored)
+    kept = [t for t in stored if not (found := layer.match(t.name)) or int(found[1]) <= last]
+    if len(kept) < len(stored):
+        logger.warning(
+            "%d tensors of %s belong to layers past %d, the last by its config: unread",
+            len(stored) - len(kept),
+            origin,
+            last,
+        )
+    return kept
 
 
 def match_specs(

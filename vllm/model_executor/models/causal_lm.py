@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 import torch
@@ -47,11 +48,19 @@ class DecoderModel(nn.Module):
 
 class CausalLM(nn.Module):
     """A decoder and its output head; ``prefix`` is put before every checkpoint name, ``model_prefix`` before those of
-    the decoder."""
+    the decoder.
+
+    ``ignored_weights``: rotary tables, which are computed; scales of a quantised KV cache or of quantised activations,
+    as both are in the model's dtype here; the value head of a reinforcement learner.
+    """
 
     model_cls: ClassVar[type[DecoderModel]]
     model_prefix: ClassVar[str] = "model"
-    ignored_weights: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
+    ignored_weights: tuple[str, ...] = (
+        r"rotary_emb\.(original_)?inv_freq$|rotary_emb\.(cos|sin)_cached$|(^|\.)position_ids$",
+        r"self_attn\.(\w+\.)?(q|k|v|kv|prob)(_cache)?_(scale|zero_point)$|self_attn\.\w_proj\.output_scale$",
+        r"\.input_scale$|^v_head\.",
+    )
 
     def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
@@ -69,6 +78,15 @@ class CausalLM(nn.Module):
         if tied:
             # Some checkpoints store the tied head a second time.
             self.ignored_weights = (*type(self).ignored_weights, r"^lm_head\.weight$")
+
+    @classmethod
+    def checkpoint_name(cls, stored: str) -> str:
+        """The name in ``weight_specs`` of the tensor that a checkpoint calls ``stored``.
+
+        The decoder alone is saved without a prefix, and one taken from a multimodal model, or put into it, has another.
+        """
+        name = re.sub(r"^((model|language_model)\.)*(?=(layers|embed_tokens|norm)\.)", f"{cls.model_prefix}.", stored)
+        return re.sub(r"^((model|language_model)\.)+(?=lm_head\.)", "", name)
 
     def weight_specs(self) -> list[WeightSpec]:
         return collect_weight_specs(self)

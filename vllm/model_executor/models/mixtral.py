@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import nn
 
@@ -53,4 +55,14 @@ class MixtralModel(DecoderModel):
 
 
 class MixtralForCausalLM(CausalLM):
+    """Checkpoints call the layer ``block_sparse_moe`` or ``mlp``, the projections w1, w3, w2 or, where all experts are
+    stacked, gate, up, down."""
+
     model_cls = MixtralModel
+
+    @classmethod
+    def checkpoint_name(cls, stored: str) -> str:
+        name = super().checkpoint_name(stored).replace(".mlp.", ".block_sparse_moe.")
+        for ours, theirs in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
+            name = re.sub(rf"(\.experts\.\d+)\.{theirs}\.", rf"\1.{ours}.", name)
+        return name

@@ -26,6 +26,7 @@ class Qwen3_5Model(Qwen3NextModel):
 
 class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
     model_cls = Qwen3_5Model
+    ignored_weights = (*Qwen3NextForCausalLM.ignored_weights, r"^(model\.)?visual\.")
 
 
 class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
@@ -36,7 +37,6 @@ class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
     """The text model where it sits inside the multimodal checkpoint."""
 
     model_prefix = "model.language_model"
-    ignored_weights = (*Qwen3_5ForCausalLM.ignored_weights, r"^model\.visual\.")
 
     def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config, prefix)
