@@ -41,7 +41,7 @@ def test_gguf_engine_config(smollm2_gguf: Path):
     assert (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads) == (30, 9, 3)
     assert config.dtype == torch.bfloat16
     assert config.tokenizer == config.model == str(smollm2_gguf)
-    assert args.get_generation_config(config) == {"eos_token_id": 2}
+    assert args.get_generation_config(config) == {"eos_token_id": [2, 0]}  # <|im_end|>, <|endoftext|>
 
 
 @pytest.mark.parametrize("mode", ["auto", "hf", "slow"])

@@ -310,7 +310,7 @@ def test_config_of_scaled_rotary_and_sliding_window(tmp_path):
     [
         ({"rope.scaling.type": "longrope"}, "rotary scaling 'longrope'"),
         ({"embedding_length": None}, r"lacks the metadata llama\.embedding_length"),
-        ({"attention.head_count": [4, 4]}, r"llama\.attention\.head_count=\[4, 4\], one a layer"),
+        ({"attention.head_count": [4, 2]}, r"llama\.attention\.head_count=\[4, 2\], one a layer"),
         ({"rope.scaling.type": "yarn"}, r"lacks the metadata llama\.rope\.scaling\.factor"),
     ],
 )
@@ -343,7 +343,7 @@ def test_get_model_loads_and_checks_a_gguf_file(tmp_path, dtype):
 
 def test_get_model_names_every_fault_of_a_gguf_file(tmp_path):
     path = tmp_path / "m.gguf"
-    scaled = {"tensor:rope_freqs.weight": np.ones(16, np.float32), "tensor:output.bias": np.ones(96, np.int8)}
+    scaled = {"tensor:rope_factors_long.weight": np.ones(16, np.float32), "tensor:output.bias": np.ones(96, np.int8)}
     weights = write_gguf(path, "mixtral", extra=scaled)
     modules = {"all": {name: array.shape for name, array in weights.items()}}
     name = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
@@ -352,7 +352,7 @@ def test_get_model_names_every_fault_of_a_gguf_file(tmp_path):
         get_model(toy_config(path, modules))
     message = str(caught.value)
     assert "1 missing: model.more" in message
-    assert "1 extra: rope_freqs.weight (16,)" in message
+    assert "1 extra: rope_factors_long.weight (16,)" in message
     assert f"1 misshapen: {name}: expected (1, 2), found (64, 96)" in message
     assert "1 unreadable: lm_head.bias: stored as I8, which gguf cannot dequantise" in message
 

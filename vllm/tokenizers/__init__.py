@@ -26,16 +26,16 @@ def get_tokenizer(
     rest goes to transformers' ``from_pretrained``. Raises ``ValueError``, with the path and the cause, for a tokenizer
     that cannot be read.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
 
     if tokenizer_mode not in ("auto", "hf", "slow"):
         raise NotImplementedError(f"tokenizer_mode={tokenizer_mode!r} is not supported; use 'auto', 'hf' or 'slow'")
     name = os.path.expanduser(os.fspath(tokenizer_name))
     try:
         if os.path.isfile(name):
-            # AutoTokenizer would read the model's config from the file first, which takes far longer.
-            folder, gguf_file = os.path.split(os.path.abspath(name))
-            return PreTrainedTokenizerFast.from_pretrained(folder, *args, gguf_file=gguf_file, **kwargs)
+            from vllm.tokenizers.gguf import gguf_tokenizer
+
+            return gguf_tokenizer(name, **kwargs)
         if tokenizer_mode == "slow":
             kwargs["use_fast"] = False
         return AutoTokenizer.from_pretrained(

@@ -41,6 +41,8 @@ def get_rope(hf_config: Any, max_position: int) -> RotaryEmbedding:
         rotary_dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
         inv_freq, attention_factor = 1.0 / parameters["rope_theta"] ** exponents, 1.0
+        if "freq_factors" in parameters:  # of a GGUF file
+            inv_freq /= torch.tensor(parameters["freq_factors"], device="cpu")
     elif kind in ROPE_INIT_FUNCTIONS:
         inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[kind](hf_config, device="cpu")
     else:

@@ -24,10 +24,14 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from transformers import LlamaConfig, MixtralConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
+from vllm.logger import init_logger
 from vllm.model_executor.model_loader.weight_utils import StoredTensor, read_range
+
+logger = init_logger(__name__)
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_CONTROL = 3  # a token's type
 _SIZE = struct.Struct("<Q")
 _REQUIRED = object()
 _CHUNK_ELEMENTS = 1 << 18
@@ -39,6 +43,9 @@ _CONFIGS: dict[tuple[str, bool], tuple[str, type[PretrainedConfig]]] = {
     ("qwen3moe", True): ("Qwen3MoeForCausalLM", Qwen3MoeConfig),
 }
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+# Angles come from the config; ``rope_freqs`` goes into it.
+_UNREAD = re.compile(r"rope_freqs\.weight|blk\.\d+\.(attn_rot_embd|rope_freqs)\.weight")
+_ALONE = re.compile(r"(ffn_gate|ffn_up|ffn_down)\.(\d+)")  # one expert, as files of 2023 have them
 _BLOCK = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -65,6 +72,51 @@ _MOE = {
         "ffn_down_exps": "mlp.experts.{}.down_proj",
         "ffn_up_exps": "mlp.experts.{}.up_proj",
     },
+}
+
+# Metadata that changes what a model computes and that this engine does not compute → values that change nothing.
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    key: neutral
+    for keys, neutral in (
+        (
+            "attention.clamp_kqv attention.max_alibi_bias attention.scale attention.temperature_scale "
+            "attention.temperature_length attention.q_lora_rank attention.kv_lora_rank attention.shared_kv_layers "
+            "attention.sliding_window_pattern attn_logit_softcapping final_logit_softcapping router_logit_softcapping "
+            "expert_shared_count expert_group_count expert_group_used_count leading_dense_block_count moe_latent_size "
+            "interleave_moe_layer_step moe_every_n_layers nextn_predict_layers rope.dimension_sections "
+            "rope.scaling.alpha rope.scaling.yarn_log_multiplier swiglu_clamp_exp use_parallel_residual swin_norm",
+            (0, False, [], [0]),
+        ),
+        (
+            "attention.output_scale embedding_scale expert_weights_scale logit_scale residual_scale "
+            "rope.scaling.attn_factor rope.scaling.yarn_attn_factor rope.scaling.yarn_ext_factor",
+            (0, 1),
+        ),
+        ("attention.causal", (True,)),
+        ("expert_gating_func", (0, 1)),  # 1: softmax
+    )
+    for key in keys.split()
+}
+# Describes the file or the past: vocab_size is token_embd's, pooling is for embeddings, finetuned is a remark.
+_INERT = {
+    "vocab_size",
+    "expert_count",
+    "pooling_type",
+    "rope.scaling.finetuned",
+    "tensor_data_layout",
+    "attention.layer_norm_epsilon",
+}
+# Texts of control tokens that end a turn, a message or a document, for files that give only ``eos_token_id``.
+_END_TEXTS = {
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<end_of_turn>",
+    "<EOT>",
+    "<｜end▁of▁sentence｜>",
 }
 
 
@@ -111,6 +163,18 @@ class _Cursor:
             raise struct.error(f"a string ends at {self.at}, the file at {len(self.data)}")
         return self.data[begin : self.at].decode("utf-8")
 
+    def strings(self, count: int) -> list[str]:
+        """As ``string``, ``count`` times: vocabularies and merges are most of the time of reading a header."""
+        data, at, size, found = self.data, self.at, _SIZE.unpack_from, []
+        for _ in range(count):
+            begin = at + 8
+            at = begin + size(data, at)[0]
+            found.append(data[begin:at].decode("utf-8"))
+        if at > len(data):
+            raise struct.error(f"a string ends at {at}, the file at {len(data)}")
+        self.at = at
+        return found
+
     def value(self, kind: int) -> Any:
         if kind == _STRING:
             return self.string()
@@ -119,7 +183,7 @@ class _Cursor:
             if element in _SCALARS:
                 return list(self.numbers(_SCALARS[element], count))
             if element == _STRING:
-                return [self.string() for _ in range(count)]
+                return self.strings(count)
             return [self.value(element) for _ in range(count)]
         if kind not in _SCALARS:
             raise ValueError(f"metadata of type {kind}")
@@ -177,12 +241,17 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFFile:
 def gguf_config(path: str | Path) -> PretrainedConfig:
     """The transformers config of a GGUF file, ``architectures`` included.
 
-    Raises ValueError for an architecture or a rotary scaling that is not supported.
+    Raises ValueError for an architecture, a rotary scaling or other metadata that is not supported.
     """
     return _config(read_gguf(path))
 
 
 def _config(file: GGUFFile) -> PretrainedConfig:
+    if (parts := file.metadata.get("split.count", 1)) > 1:
+        raise ValueError(
+            f"{file.path} is part {file.metadata.get('split.no', 0) + 1} of {parts}; join them: "
+            "llama-gguf-split --merge FIRST_PART WHOLE.gguf"
+        )
     arch = str(file.metadata.get("general.architecture"))
     moe = bool(file.metadata.get(f"{arch}.expert_count"))
     if (arch, moe) not in _CONFIGS:
@@ -191,19 +260,37 @@ def _config(file: GGUFFile) -> PretrainedConfig:
             f"{', '.join(sorted({name for name, _ in _CONFIGS}))}. Use the model's safetensors folder"
         )
     shapes = {t.name: t.shape for t in file.tensors}
+    unread = {
+        key.removeprefix(f"{arch}.") for key, found in file.metadata.items() if found and key.startswith(f"{arch}.")
+    }
+    unread -= _INERT
 
     def value(key: str, default: Any = _REQUIRED) -> Any:
+        unread.discard(key)
         found = file.metadata.get(f"{arch}.{key}", default)
         if found is _REQUIRED:
             raise ValueError(f"{file.path} lacks the metadata {arch}.{key}; convert the model again")
         if isinstance(found, list):
+            if len(set(found)) == 1:
+                return found[0]
             raise ValueError(f"{file.path} has {arch}.{key}={found}, one a layer, which is not supported")
         return found
+
+    def refuse_other_than(key: str, *neutral: Any) -> None:
+        if (found := file.metadata.get(f"{arch}.{key}", neutral[0])) not in neutral:
+            raise ValueError(f"{file.path} has {arch}.{key}={found}, which is not supported; only {neutral[0]} is")
+        unread.discard(key)
+
+    for key, neutral in _REFUSED.items():
+        refuse_other_than(key, *neutral)
 
     if "token_embd.weight" not in shapes:
         raise ValueError(f"{file.path} lacks the tensor token_embd.weight; convert the model again")
     architecture, config_cls = _CONFIGS[arch, moe]
     hidden_size, n_heads = value("embedding_length"), value("attention.head_count")
+    head_dim = value("attention.key_length", value("rope.dimension_count", hidden_size // n_heads))
+    refuse_other_than("rope.dimension_count", head_dim)
+    refuse_other_than("attention.value_length", head_dim)
     fields = {
         "architectures": [architecture],
         "vocab_size": shapes["token_embd.weight"][0],
@@ -212,39 +299,79 @@ def _config(file: GGUFFile) -> PretrainedConfig:
         "num_hidden_layers": value("block_count"),
         "num_attention_heads": n_heads,
         "num_key_value_heads": value("attention.head_count_kv", n_heads),
-        "head_dim": value("attention.key_length", value("rope.dimension_count", hidden_size // n_heads)),
+        "head_dim": head_dim,
         "max_position_embeddings": value("context_length"),
         "rms_norm_eps": value("attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope(file, value),
         "tie_word_embeddings": "output.weight" not in shapes,
         "attention_bias": "blk.0.attn_q.bias" in shapes,
     }
-    for token in ("bos", "eos", "padding"):
+    if arch == "llama" and not moe:
+        fields["mlp_bias"] = "blk.0.ffn_gate.bias" in shapes
+    for token in ("bos", "padding"):
         if f"tokenizer.ggml.{token}_token_id" in file.metadata:
             fields[f"{token[:3]}_token_id"] = file.metadata[f"tokenizer.ggml.{token}_token_id"]
+    if ends := _end_token_ids(file.metadata):
+        fields["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     if value("attention.sliding_window", None):
         fields["sliding_window"] = value("attention.sliding_window")
     if moe:
         fields["num_local_experts" if arch == "llama" else "num_experts"] = value("expert_count")
         fields["num_experts_per_tok"] = value("expert_used_count")
         if arch == "qwen3moe":
-            # llama.cpp always renormalises the chosen experts' weights for this architecture.
-            fields |= {"norm_topk_prob": True, "moe_intermediate_size": value("expert_feed_forward_length")}
-    return config_cls(**fields)
+            # llama.cpp renormalises the chosen experts' weights for this architecture unless told otherwise.
+            renormalise = bool(value("expert_weights_norm", True))
+            fields |= {"norm_topk_prob": renormalise, "moe_intermediate_size": value("expert_feed_forward_length")}
+        else:
+            refuse_other_than("expert_weights_norm", True)
+            refuse_other_than("expert_feed_forward_length", fields["intermediate_size"], 0)
+    config = config_cls(**fields)
+    factors = [t for t in file.tensors if t.name == "rope_freqs.weight"]
+    if factors:
+        config.rope_parameters["freq_factors"] = _freq_factors(file, factors[0], config)
+    if unread:
+        logger.warning("%s: unknown metadata, taken as without effect: %s", file.path, ", ".join(sorted(unread)))
+    return config
+
+
+def _end_token_ids(metadata: dict[str, Any]) -> list[int]:
+    """``eos``, then every other token that ends a turn, a message or a document."""
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+    tokens, types = metadata.get("tokenizer.ggml.tokens", ()), metadata.get("tokenizer.ggml.token_type", ())
+    by_text = [
+        i for i, (text, kind) in enumerate(zip(tokens, types, strict=False)) if kind == _CONTROL and text in _END_TEXTS
+    ]
+    return list(dict.fromkeys([*(metadata[key] for key in keys if key in metadata), *by_text]))
+
+
+def _freq_factors(file: GGUFFile, tensor: GGUFTensor, config: PretrainedConfig) -> list[float]:
+    """Divisors of the rotary frequencies: how llama.cpp's converter keeps Llama 3.1's scaling."""
+    kind = config.rope_parameters["rope_type"]
+    if tensor.shape != (config.head_dim // 2,) or tensor.kind != GGMLQuantizationType.F32 or kind != "default":
+        raise ValueError(
+            f"{file.path} has {tensor.name} {tensor.shape} {tensor.kind.name} with rotary scaling {kind!r}; only F32 "
+            f"factors of shape {(config.head_dim // 2,)} without a scaling are supported; use the safetensors folder"
+        )
+    return _stored(file.path, tensor, tensor.name).read(torch.float32).tolist()
 
 
 def _rope(file: GGUFFile, value: Callable[..., Any]) -> dict[str, Any]:
-    kind = value("rope.scaling.type", "none")
-    rope = {"rope_type": "default" if kind == "none" else kind, "rope_theta": value("rope.freq_base", 10000.0)}
-    if kind == "none":
-        return rope
+    factor = value("rope.scaling.factor", value("rope.scale_linear", 0))
+    kind = value("rope.scaling.type", "linear" if factor else "none")
+    if kind == "none" or (kind == "linear" and factor in (0, 1)):
+        return {"rope_type": "default", "rope_theta": value("rope.freq_base", 10000.0)}
+    rope = {"rope_type": kind, "rope_theta": value("rope.freq_base", 10000.0)}
     if kind not in ("linear", "yarn"):
         raise ValueError(
             f"{file.path} has rotary scaling {kind!r}, not none, linear or yarn; use the safetensors folder"
         )
-    rope["factor"] = value("rope.scaling.factor")
+    rope["factor"] = factor or value("rope.scaling.factor")
+    original = value("rope.scaling.original_context_length", *([0] if kind == "linear" else []))
     if kind == "yarn":
-        rope["original_max_position_embeddings"] = value("rope.scaling.original_context_length")
+        rope["original_max_position_embeddings"] = original
+        for name in ("beta_fast", "beta_slow"):
+            if beta := value(f"rope.scaling.yarn_{name}", 0):
+                rope[name] = beta
     return rope
 
 
@@ -261,13 +388,23 @@ def gguf_tensors(path: str | Path) -> list[StoredTensor]:
     if arch == "llama":
         interleaved = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     tensors: list[StoredTensor] = []
+    names = {t.name for t in file.tensors}
     for t in file.tensors:
+        if _UNREAD.fullmatch(t.name):
+            continue
         stem, _, suffix = t.name.rpartition(".")
-        match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+        match = re.fullmatch(r"blk\.(\d+)\.(\w+(?:\.\d+)?)", stem)
+        if match and (one := _ALONE.fullmatch(match[2])) and f"{one[1]}_exps" in blocks:
+            expert_name = blocks[f"{one[1]}_exps"].format(one[2])
+            tensors.append(_stored(file.path, t, f"model.layers.{match[1]}.{expert_name}.{suffix}"))
+            continue
         if match is None or match[2] not in blocks:
             tensors.append(_stored(file.path, t, f"{_TOP[stem]}.{suffix}" if stem in _TOP else t.name))
             continue
         name = f"model.layers.{match[1]}.{blocks[match[2]]}.{suffix}"
+        if match[2] == "attn_q" and suffix == "bias" and f"blk.{match[1]}.attn_output.bias" not in names:
+            # transformers' attention has a bias on all four projections or on none.
+            tensors.append(_zeros(f"model.layers.{match[1]}.{blocks['attn_output']}.bias", config.hidden_size))
         if "{}" not in name:
             tensors.append(_stored(file.path, t, name, interleaved.get(match[2])))
             continue
@@ -278,11 +415,15 @@ def gguf_tensors(path: str | Path) -> list[StoredTensor]:
     return tensors
 
 
+def _zeros(name: str, size: int) -> StoredTensor:
+    return StoredTensor(name, (size,), lambda dtype: torch.zeros(size, dtype=dtype, device="cpu"))
+
+
 def _stored(path: Path, tensor: GGUFTensor, name: str, interleaved_heads: int | None = None) -> StoredTensor:
     def read(dtype: torch.dtype) -> torch.Tensor:
         block, block_bytes = GGML_QUANT_SIZES[tensor.kind]
         raw = read_range(path, tensor.offset, tensor.nbytes).numpy()
-        flat = torch.empty(math.prod(tensor.shape), dtype=dtype)
+        flat = torch.empty(math.prod(tensor.shape), dtype=dtype, device="cpu")
         # Blocks are independent, so a run of them is one long row: gguf then works on few large arrays.
         run = _CHUNK_ELEMENTS // block
         for first in range(0, len(raw) // block_bytes, run):
