@@ -149,7 +149,7 @@ def test_rope_freqs_are_llama_3_scaling(tmp_path: Path) -> None:
     assert tokens(path) == expected
     wanted = tiny.logprobs("llama-rope", PROMPT)[-1][expected[0]].item()
     assert logprob(path, expected[0]) == pytest.approx(wanted, abs=1e-4)
-    assert abs(logprob(export(tmp_path / "without.gguf", "llama-rope"), expected[0]) - wanted) > 1e-2
+    assert tokens(export(tmp_path / "without.gguf", "llama-rope")) != expected
 
 
 @pytest.mark.parametrize(

@@ -394,8 +394,8 @@ def gguf_tensors(path: str | Path) -> list[StoredTensor]:
             continue
         stem, _, suffix = t.name.rpartition(".")
         match = re.fullmatch(r"blk\.(\d+)\.(\w+(?:\.\d+)?)", stem)
-        if match and (one := _ALONE.fullmatch(match[2])) and f"{one[1]}_exps" in blocks:
-            expert_name = blocks[f"{one[1]}_exps"].format(one[2])
+        if match and (alone := _ALONE.fullmatch(match[2])) and f"{alone[1]}_exps" in blocks:
+            expert_name = blocks[f"{alone[1]}_exps"].format(alone[2])
             tensors.append(_stored(file.path, t, f"model.layers.{match[1]}.{expert_name}.{suffix}"))
             continue
         if match is None or match[2] not in blocks:
