@@ -48,6 +48,10 @@ VARIABLES: dict[str, tuple[Callable[[], Any], str]] = {
     "VLLM_CPU_KERNELS": (_switch("VLLM_CPU_KERNELS", True), "0 runs the plain torch twins of the C++ CPU kernels"),
     "VLLM_COLLECTIVE_TIMEOUT_S": (_number("VLLM_COLLECTIVE_TIMEOUT_S", 20.0), "seconds until a collective gives up"),
     "VLLM_LOAD_TIMEOUT_S": (_number("VLLM_LOAD_TIMEOUT_S", 1800.0), "seconds that ranks wait for the slowest to load"),
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": (
+        _switch("VLLM_ALLOW_LONG_MAX_MODEL_LEN", False),
+        "1 allows a max_model_len beyond the model's positions",
+    ),
     "VLLM_CACHE_ROOT": (
         lambda: (
             os.environ.get("VLLM_CACHE_ROOT")

@@ -57,6 +57,8 @@ def get_model(vllm_config: VllmConfig) -> nn.Module:
             raise ValueError(f"load_format='gguf' but model={config.model!r} is a folder; give the .gguf file's path")
         else:
             stored = read_safetensors(safetensors_files(path))
+    if (stand_in := getattr(model, "stand_in", None)) is not None:
+        stored = stand_in(stored)
     pairs = match_specs(specs, stored, getattr(model, "ignored_weights", ()), origin)
     with torch.no_grad(), freed_memory_goes_back():
         load_weights(model, pairs, config.dtype)
