@@ -38,7 +38,7 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
 
 
 def edited(source: str | Path, target: Path, changes: dict[str, Any], weights: dict | None = None) -> Path:
-    """A copy of ``source`` with ``changes`` in its config.json, and other ``weights``; a value of ``...`` is dropped."""
+    """A copy of ``source`` with ``changes`` in its config.json, and other ``weights``; ``...`` drops a key."""
     target.mkdir()
     config = {**json.loads((Path(source) / "config.json").read_text()), **changes}
     (target / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))

@@ -14,7 +14,8 @@ class ModelConfig:
     """One model, resolved.
 
     ``hf_config`` is the text model's ``PretrainedConfig`` (a multimodal checkpoint's ``text_config``);
-    ``architecture`` is the registry name; ``max_model_len`` counts prompt and output tokens of one request.
+    ``architecture`` is the registry name; ``max_model_len`` counts prompt and output tokens of one request; with
+    ``fit_max_model_len`` the engine lowers it to what the KV cache holds.
     """
 
     model: str
@@ -23,6 +24,7 @@ class ModelConfig:
     architecture: str
     dtype: torch.dtype
     max_model_len: int
+    fit_max_model_len: bool = False
     seed: int = 0
     trust_remote_code: bool = False
     skip_tokenizer_init: bool = False

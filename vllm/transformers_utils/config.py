@@ -228,31 +228,37 @@ def check_unquantised(config: PretrainedConfig) -> None:
         )
 
 
-def resolve_dtype(dtype: str | torch.dtype, config: PretrainedConfig) -> torch.dtype:
-    """``auto`` is the checkpoint's own dtype, but bfloat16 for fp32 and unnamed ones (upstream's rule on every device
-    that has bfloat16); fp32 is asked for by name."""
-    if isinstance(dtype, torch.dtype):
-        wanted = dtype
-    elif isinstance(dtype, str) and dtype.lower() == "auto":
-        own = getattr(get_hf_text_config(config), "dtype", None) or getattr(config, "dtype", None) or torch.float32
-        own = DTYPES.get(own, torch.float32) if isinstance(own, str) else own
-        return own if own in (torch.float16, torch.bfloat16) else torch.bfloat16
-    elif isinstance(dtype, str) and dtype.lower().removeprefix("torch.") in DTYPES:
-        wanted = DTYPES[dtype.lower().removeprefix("torch.")]
-    else:
-        raise ValueError(f"dtype={dtype!r} is not one of auto, {', '.join(DTYPES)}")
-    if wanted not in DTYPES.values():
+def parse_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    """The torch dtype that ``dtype`` names, None for ``auto``."""
+    wanted = dtype
+    if isinstance(dtype, str):
+        if dtype.lower() == "auto":
+            return None
+        wanted = DTYPES.get(dtype.lower().removeprefix("torch."), dtype)
+    if not isinstance(wanted, torch.dtype) or wanted not in DTYPES.values():
         raise ValueError(f"dtype={dtype!r} is not one of auto, {', '.join(DTYPES)}")
     return wanted
 
 
+def resolve_dtype(dtype: str | torch.dtype, config: PretrainedConfig) -> torch.dtype:
+    """``auto`` is the checkpoint's own dtype, but bfloat16 for fp32 and unnamed ones (upstream's rule on every device
+    that has bfloat16); fp32 is asked for by name."""
+    wanted = parse_dtype(dtype)
+    if wanted is None:
+        own = getattr(get_hf_text_config(config), "dtype", None) or getattr(config, "dtype", None) or torch.float32
+        own = DTYPES.get(own, torch.float32) if isinstance(own, str) else own
+        return own if own in (torch.float16, torch.bfloat16) else torch.bfloat16
+    return wanted
+
+
 def resolve_max_model_len(max_model_len: int | None, config: PretrainedConfig) -> int:
-    """``max_model_len``, or by default what the config allows.
+    """``max_model_len``, or what the config allows where it is None or −1.
 
     ``ValueError`` where it is more than that, unless ``VLLM_ALLOW_LONG_MAX_MODEL_LEN`` is set.
     """
     text = get_hf_text_config(config)
     names = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+    max_model_len = None if max_model_len == -1 else max_model_len
     name = next((name for name in names if getattr(text, name, None)), None)
     if max_model_len is not None and max_model_len < 1:
         raise ValueError(f"max_model_len={max_model_len}: give 1 or more, or 'auto' for what the model allows")
@@ -283,8 +289,8 @@ def resolve_max_model_len(max_model_len: int | None, config: PretrainedConfig) -
     scaled += f"'original_max_position_embeddings': {limit}}}"
     recipe = f", or scale its angles: hf_overrides={{'rope_parameters': {scaled}}}" if kind == "default" else ""
     raise ValueError(
-        f"max_model_len={max_model_len} exceeds the {limit} positions that the model knows ({name} in its config): give "
-        f"{limit} or less; where the model is known to go further, set VLLM_ALLOW_LONG_MAX_MODEL_LEN=1{recipe}"
+        f"max_model_len={max_model_len} exceeds the {limit} positions that the model knows ({name} in its config): "
+        f"give {limit} or less; where the model is known to go further, set VLLM_ALLOW_LONG_MAX_MODEL_LEN=1{recipe}"
     )
 
 

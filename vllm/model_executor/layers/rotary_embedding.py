@@ -43,8 +43,8 @@ def get_rope(hf_config: Any, max_position: int, partial: bool = False) -> Rotary
             longest = min(longest, parameters["original_max_position_embeddings"])
         if max_position > longest:
             raise ValueError(
-                f"rope_type={kind!r} over {max_position} positions is not supported: beyond {longest} its angles depend "
-                f"on the request's length; set max_model_len={longest}"
+                f"rope_type={kind!r} over {max_position} positions is not supported: beyond {longest} its angles "
+                f"depend on the request's length; set max_model_len={longest}"
             )
     if kind == "default":
         rotary_dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))

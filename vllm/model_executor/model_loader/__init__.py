@@ -28,6 +28,13 @@ logger = init_logger(__name__)
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
+def check_load_format(load_format: str) -> str:
+    """``load_format`` in lower case; ``ValueError`` where there is no such format."""
+    if load_format.lower() not in LOAD_FORMATS:
+        raise ValueError(f"load_format={load_format!r}: choose one of {', '.join(LOAD_FORMATS)}")
+    return load_format.lower()
+
+
 def get_model(vllm_config: VllmConfig) -> nn.Module:
     """The model of ``vllm_config``, in eval mode, its weights loaded and processed.
 
@@ -36,8 +43,7 @@ def get_model(vllm_config: VllmConfig) -> nn.Module:
     weights that are not there, ValueError for files that are corrupt or do not fit the model.
     """
     config = vllm_config.model_config
-    if config.load_format not in LOAD_FORMATS:
-        raise ValueError(f"load_format={config.load_format!r}: choose one of {', '.join(LOAD_FORMATS)}")
+    check_load_format(config.load_format)
     start = time.perf_counter()
     model_cls, _ = ModelRegistry.resolve_model_cls(config.architecture)
     model = model_cls(vllm_config=vllm_config, prefix="")
@@ -66,4 +72,4 @@ def get_model(vllm_config: VllmConfig) -> nn.Module:
     return model.eval()
 
 
-__all__ = ["LOAD_FORMATS", "get_model"]
+__all__ = ["LOAD_FORMATS", "check_load_format", "get_model"]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -35,7 +35,7 @@ class Qwen3_5MoeModel(Qwen3NextModel):
 
 
 class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
-    model_cls = Qwen3_5Model
+    model_cls: ClassVar[type[Qwen3NextModel]] = Qwen3_5Model
 
 
 class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):

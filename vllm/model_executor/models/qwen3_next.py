@@ -125,5 +125,5 @@ class Qwen3NextModel(DecoderModel):
 class Qwen3NextForCausalLM(CausalLM):
     """The layers that predict several tokens at once (``mtp``) are left unread."""
 
-    model_cls = Qwen3NextModel
+    model_cls: ClassVar[type[Qwen3NextModel]] = Qwen3NextModel
     ignored_weights = (*CausalLM.ignored_weights, r"^mtp\.")
