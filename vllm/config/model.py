@@ -24,7 +24,6 @@ class ModelConfig:
     architecture: str
     dtype: torch.dtype
     max_model_len: int
-    fit_max_model_len: bool = False
     seed: int = 0
     trust_remote_code: bool = False
     skip_tokenizer_init: bool = False
@@ -34,6 +33,7 @@ class ModelConfig:
     load_format: str = "auto"
     max_logprobs: int = 20
     served_model_name: str | None = None
+    fit_max_model_len: bool = False
 
     @property
     def hidden_size(self) -> int:

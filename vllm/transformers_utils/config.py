@@ -123,7 +123,7 @@ def _place_overrides(config: Any, stored: Mapping[str, Any], overrides: dict[str
         place = next(name for name in config.sub_configs if getattr(config, name, None) is text)
         levels.append((text, _names(text, stored.get(place) or {}) - {"model_type"}))
     known = set().union(*(names for _, names in levels))
-    for key in overrides.keys() - known:
+    for key in sorted(overrides.keys() - known):
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
         logger.warning(
             "hf_overrides has %r, which %s does not define: it changes nothing%s",

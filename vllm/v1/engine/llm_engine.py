@@ -72,13 +72,13 @@ class LLMEngine:
         self.worker.init_device()
         self.worker.load_model()
         available = self.worker.determine_available_memory()
-        kv_cache_config = get_kv_cache_config(self.worker.get_kv_cache_specs(), available, vllm_config)
+        kv_cache_config = get_kv_cache_config(
+            self.worker.get_kv_cache_specs(), available, vllm_config, config.fit_max_model_len
+        )
         self.worker.initialize_kv_cache(kv_cache_config)
         tokens = (kv_cache_config.num_blocks - 1) * kv_cache_config.block_size
-        if config.fit_max_model_len and tokens < config.max_model_len:
-            logger.warning(
-                "max_model_len is %d instead of %d: the KV cache holds no more", tokens, config.max_model_len
-            )
+        if tokens < config.max_model_len:
+            logger.warning("max_model_len=%d: the KV cache does not hold %d tokens", tokens, config.max_model_len)
             config = dataclasses.replace(config, max_model_len=tokens)
             vllm_config = dataclasses.replace(vllm_config, model_config=config)
         self.vllm_config = vllm_config
