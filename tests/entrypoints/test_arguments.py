@@ -7,11 +7,9 @@ import argparse
 import dataclasses
 import inspect
 import json
-import logging
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy
@@ -34,14 +32,6 @@ UPSTREAM_LLM_ORDER = (
     "revision tokenizer_revision chat_template seed gpu_memory_utilization enforce_eager hf_overrides "
     "kv_cache_memory_bytes compilation_config"
 )
-
-
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What the engine logs: its loggers do not pass records on to the root's."""
-    logging.getLogger("vllm").addHandler(caplog.handler)
-    yield caplog
-    logging.getLogger("vllm").removeHandler(caplog.handler)
 
 
 def test_import_is_light():

@@ -20,12 +20,11 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Callable[..., list[str]]]:
+def told(monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> Iterator[Callable[..., list[str]]]:
     """``told(NAME="value", …)``: the lines that the start says of an environment with these variables."""
-    logging.getLogger("vllm").addHandler(caplog.handler)
 
     def lines(**variables: str) -> list[str]:
-        caplog.clear()
+        log.clear()
         envs.warn_of_unread.cache_clear()
         with monkeypatch.context() as patch:
             for name in [name for name in os.environ if name.startswith("VLLM_") or name == "RANK"]:
@@ -34,10 +33,9 @@ def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> I
                 patch.setenv(name, value)
             envs.warn_of_unread()
             envs.warn_of_unread()
-        return [record.getMessage() for record in caplog.records]
+        return [record.getMessage() for record in log.records]
 
     yield lines
-    logging.getLogger("vllm").removeHandler(caplog.handler)
     envs.warn_of_unread.cache_clear()
 
 
@@ -76,12 +74,12 @@ def test_variables_that_ask_for_something_are_told(told):
         assert told(**{name: "1"}) == [f"no part of this engine reads {name}"]
 
 
-def test_the_start_of_an_engine_tells(told, tiny_llama, monkeypatch, caplog):
+def test_the_start_of_an_engine_tells(told, tiny_llama, monkeypatch, log):
     told()
     envs.warn_of_unread.cache_clear()
     monkeypatch.setenv("VLLM_FOO", "1")
     EngineArgs(str(tiny_llama)).create_engine_config()
-    assert "VLLM_FOO" in caplog.text
+    assert "VLLM_FOO" in log.text
 
 
 def test_every_variable_that_the_code_reads_is_in_the_table():

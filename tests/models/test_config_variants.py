@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +25,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
 PROMPT = list(tiny.prompt(60))
-
-
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What the engine logs: its loggers do not pass records on to the root's."""
-    logging.getLogger("vllm").addHandler(caplog.handler)
-    yield caplog
-    logging.getLogger("vllm").removeHandler(caplog.handler)
 
 
 def edited(source: str | Path, target: Path, changes: dict[str, Any], weights: dict | None = None) -> Path:
@@ -268,6 +258,8 @@ def test_rope_overrides_replace_a_scaling_and_change_a_part_of_it(stored: dict |
     assert rope(rope_scaling=ROPE["linear"]) == {**ROPE["linear"], "rope_theta": THETA}
     assert rope(rope_scaling=None) == rope(rope_parameters=None) == {"rope_type": "default", "rope_theta": THETA}
     assert rope(rope_theta=7.0) == rope(rope_parameters={"rope_theta": 7.0}) == {**base, "rope_theta": 7.0}
+    function = EngineArgs(str(given), hf_overrides=lambda config: (setattr(config, "rope_theta", 7.0), config)[1])
+    assert function.create_model_config().hf_config.rope_parameters == {**base, "rope_theta": 7.0}
     if stored:
         assert rope(rope_scaling={"factor": 2.0}) == {**base, "factor": 2.0}
 

@@ -81,8 +81,7 @@ def get_config(path: Path, trust_remote_code: bool = False, hf_overrides: HfOver
             config = type(config).from_dict(_override(config, stored, _place_overrides(config, stored, overrides)))
         except Exception as error:
             raise ValueError(
-                f"hf_overrides={dict(hf_overrides or {})} does not fit the config of {path}: {type(error).__name__}: "  # type: ignore[arg-type]
-                f"{error}"
+                f"hf_overrides={hf_overrides} does not fit the config of {path}: {type(error).__name__}: {error}"
             ) from error
     if callable(hf_overrides):
         config = _apply(hf_overrides, config)
@@ -126,7 +125,7 @@ def _place_overrides(config: Any, stored: Mapping[str, Any], overrides: dict[str
     for key in sorted(overrides.keys() - known):
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
         logger.warning(
-            "hf_overrides has %r, which %s does not define: it changes nothing%s",
+            "hf_overrides has %r, which %s does not define: no model here reads it%s",
             key,
             type(text).__name__,
             f"; did you mean {near[0]!r}?" if near else "",
@@ -188,7 +187,8 @@ def _apply(function: Callable[[Any], Any], config: PretrainedConfig) -> Pretrain
     text = get_hf_text_config(changed)
     rope = getattr(text, "rope_parameters", None)
     if rope:
-        text.rope_parameters = kept | {key: value for key, value in rope.items() if value is not None}
+        flat = {key: value for key, value in vars(text).items() if key in _ROPE_OF_THE_MODEL}
+        text.rope_parameters = kept | {key: value for key, value in rope.items() if value is not None} | flat
         text.standardize_rope_params()
     return changed
 

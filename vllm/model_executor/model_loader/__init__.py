@@ -30,7 +30,7 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 def check_load_format(load_format: str) -> str:
     """``load_format`` in lower case; ``ValueError`` where there is no such format."""
-    if load_format.lower() not in LOAD_FORMATS:
+    if str(load_format).lower() not in LOAD_FORMATS:
         raise ValueError(f"load_format={load_format!r}: choose one of {', '.join(LOAD_FORMATS)}")
     return load_format.lower()
 
