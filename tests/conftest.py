@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -20,3 +22,11 @@ def nan_poison():
     assert torch.empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What the engine logs: its loggers do not pass records on to the root's."""
+    logging.getLogger("vllm").addHandler(caplog.handler)
+    yield caplog
+    logging.getLogger("vllm").removeHandler(caplog.handler)

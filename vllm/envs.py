@@ -6,7 +6,10 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -43,11 +46,17 @@ def _text(name: str, default: str = "") -> Callable[[], str]:
 
 
 VARIABLES: dict[str, tuple[Callable[[], Any], str]] = {
-    "VLLM_LOGGING_LEVEL": (_text("VLLM_LOGGING_LEVEL", "INFO"), "log level of the vllm loggers"),
+    "VLLM_LOGGING_LEVEL": (_text("VLLM_LOGGING_LEVEL", "INFO"), "log level of the vllm loggers: a name or a number"),
+    "VLLM_CONFIGURE_LOGGING": (_switch("VLLM_CONFIGURE_LOGGING", True), "0 leaves the vllm loggers to the caller"),
     "VLLM_CPU_KVCACHE_SPACE": (_number("VLLM_CPU_KVCACHE_SPACE", 0), "KV cache size on CPU in GiB; 0 = by free memory"),
     "VLLM_CPU_KERNELS": (_switch("VLLM_CPU_KERNELS", True), "0 runs the plain torch twins of the C++ CPU kernels"),
+    "VLLM_CPU_AMX": (_switch("VLLM_CPU_AMX", True), "0 keeps bfloat16 off the processor's matrix unit"),
     "VLLM_COLLECTIVE_TIMEOUT_S": (_number("VLLM_COLLECTIVE_TIMEOUT_S", 20.0), "seconds until a collective gives up"),
     "VLLM_LOAD_TIMEOUT_S": (_number("VLLM_LOAD_TIMEOUT_S", 1800.0), "seconds that ranks wait for the slowest to load"),
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": (
+        _switch("VLLM_ALLOW_LONG_MAX_MODEL_LEN", False),
+        "1 allows a max_model_len beyond the model's positions",
+    ),
     "VLLM_CACHE_ROOT": (
         lambda: (
             os.environ.get("VLLM_CACHE_ROOT")
@@ -67,6 +76,39 @@ VARIABLES: dict[str, tuple[Callable[[], Any], str]] = {
     "VLLM_CHECK_COLLECTIVES": (_switch("VLLM_CHECK_COLLECTIVES", False), "compare each between ranks before it runs"),
     "VLLM_MOE_BARRIER": (_switch("VLLM_MOE_BARRIER", None), "device barrier before each MoE collective"),
 }
+
+# Upstream's variables, and some that others set, that ask for nothing which is not so here: no statistics are sent, no
+# process is started, nothing is compiled or fetched, no request is served over HTTP, other devices are not this one.
+_ASKS_FOR_NOTHING = re.compile(
+    r"""VLLM_(
+        NO_USAGE_STATS|DO_NOT_TRACK|USAGE_SOURCE|USAGE_STATS_SERVER|NO_DEPRECATION_WARNING|API_KEY|SERVER_DEV_MODE
+        |ENABLE_V1_MULTIPROCESSING|WORKER_MULTIPROC_METHOD|RPC_TIMEOUT|RPC_BASE_PATH|MSGPACK_ZERO_COPY_THRESHOLD
+        |RINGBUFFER_WARNING_INTERVAL|MQ_MAX_CHUNK_BYTES_MB|SLEEP_WHEN_IDLE|V1_OUTPUT_PROC_CHUNK_SIZE
+        |HTTP_TIMEOUT_KEEP_ALIVE|KEEP_ALIVE_ON_ENGINE_DEATH|CONFIG_ROOT|ASSETS_CACHE|DISABLE_COMPILE_CACHE|FORCE_AOT_LOAD|COMPILE_CACHE_SAVE_FORMAT|SKIP_P2P_CHECK
+        |MOE_SKIP_PADDING|(IMAGE|VIDEO|AUDIO)_FETCH_TIMEOUT|PATCHES_CACHE|UPSTREAM_ENV|VERSION_OVERRIDE
+        |MAIN_CUDA_VERSION|PRECOMPILED_\w+|(ROCM|TPU|XLA|RAY|TEST)_\w+
+        |PORT|(PORT|SERVICE)_\w+
+    )""",
+    re.VERBOSE,
+)
+_OFF = ("", "0", "false", "off", "no")
+
+
+@functools.cache
+def warn_of_unread() -> None:
+    """Log, once in a process, the ``VLLM_*`` variables that nothing reads; under torchrun the first rank does."""
+    unread = []
+    for name in sorted(os.environ):
+        value = os.environ[name].strip().lower()
+        switched_off = name.startswith("VLLM_USE_") and (value in _OFF or name == "VLLM_USE_V1")
+        if not name.startswith("VLLM_") or name in VARIABLES or switched_off or _ASKS_FOR_NOTHING.fullmatch(name):
+            continue
+        near = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.85)
+        unread.append(f"{name} (did you mean {near[0]}?)" if near else name)
+    if unread and os.environ.get("RANK", "0") == "0":
+        from vllm.logger import init_logger
+
+        init_logger(__name__).warning("no part of this engine reads %s", ", ".join(unread))
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,8 @@ import logging
 import os
 import sys
 
+from vllm import envs
+
 _ROOT = "vllm"
 
 
@@ -20,13 +22,20 @@ class _RankFormatter(logging.Formatter):
 
 @functools.cache
 def _configure() -> None:
+    if os.environ.get("VLLM_CONFIGURE_LOGGING") == "0":
+        return
     root = logging.getLogger(_ROOT)
     if not root.handlers:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(_RankFormatter("%(levelname)s %(asctime)s%(rank)s [%(name)s] %(message)s", "%H:%M:%S"))
         root.addHandler(handler)
         root.propagate = False
-    root.setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper())
+    text = envs.VLLM_LOGGING_LEVEL.strip().upper() or "INFO"
+    level = {"TRACE": 1}.get(text, int(text) if text.isdecimal() else logging.getLevelName(text))
+    known = isinstance(level, int)
+    root.setLevel(level if known else logging.INFO)
+    if not known:
+        root.warning("VLLM_LOGGING_LEVEL=%r is no level, INFO is taken; give DEBUG, INFO, WARNING or a number", text)
 
 
 def init_logger(name: str) -> logging.Logger:

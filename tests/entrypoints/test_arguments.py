@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import inspect
 import json
@@ -11,13 +12,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
 import vllm
+from vllm import SamplingParams
 from vllm.config import CompilationConfig, CUDAGraphMode, SchedulerConfig
 from vllm.engine.arg_utils import UNSUPPORTED, EngineArgs
 from vllm.entrypoints.llm import LLM
+from vllm.logger import log_once
 from vllm.transformers_utils import config as hf
 
 ROOT = Path(__file__).parents[2]
@@ -262,3 +266,118 @@ def test_every_argument_of_upstreams_release_is_known():
     supported = [f.name for f in dataclasses.fields(EngineArgs)]
     assert sorted(set(names) - {*supported, *UNSUPPORTED}) == []
     assert [name for name in names if name in supported] == supported
+
+
+@pytest.mark.parametrize(
+    ("given", "count"),
+    [
+        (7, 7),
+        ("7", 7),
+        (" 32k ", 32_000),
+        ("25.6k", 25_600),
+        ("1K", 1024),
+        ("1.5K", 1536),
+        ("2m", 2_000_000),
+        ("2M", 2 << 20),
+        ("1g", 10**9),
+        ("3G", 3 << 30),
+        (numpy.int64(9), 9),
+        (None, None),
+    ],
+)
+def test_counts_as_text(given, count):
+    names = ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "kv_cache_memory_bytes")
+    args = EngineArgs("nowhere", **dict.fromkeys(names, given))
+    assert [getattr(args, name) for name in names] == [count] * 4
+    assert EngineArgs(**vars(args)) == args
+
+
+@pytest.mark.parametrize("given", ["", "k", "1.5", "1.0001k", "0x10", "12 tokens", "1e3", 32.0, True, [5], "32kk"])
+@pytest.mark.parametrize("name", ["max_model_len", "max_num_seqs"])
+def test_no_count(name, given):
+    with pytest.raises(ValueError, match=rf"{name}=.* is no count: .*'32k'"):
+        EngineArgs("nowhere", **{name: given})
+
+
+def test_counts_on_the_command_line(tiny_llama: Path):
+    parser = argparse.ArgumentParser()
+    EngineArgs.add_cli_args(parser)
+    argv = ["--model", str(tiny_llama), "--max-num-batched-tokens", "4k", "--max-model-len"]
+    for text, count in (("0.5K", 512), ("auto", -1), ("-1", -1), ("9", 9)):
+        args = EngineArgs.from_cli_args(parser.parse_args([*argv, text]))
+        assert (args.max_model_len, args.max_num_batched_tokens) == (count, 4000)
+
+
+def test_auto_is_what_the_model_allows(tiny_llama: Path):
+    for given in ("auto", "AUTO", -1):
+        assert EngineArgs(str(tiny_llama), max_model_len=given).create_engine_config().model_config.max_model_len == 512
+    with pytest.raises(ValueError, match=r"max_num_seqs='auto' is no count"):
+        EngineArgs(str(tiny_llama), max_num_seqs="auto")
+
+
+def test_auto_gives_way_to_the_cache(tiny_llama: Path):
+    """Where the cache holds less than the model allows, requests may be as long as the cache."""
+    llm = LLM(str(tiny_llama), dtype="float32", max_model_len="auto", num_gpu_blocks_override=6, max_num_seqs=2)
+    assert llm.model_config.max_model_len == 80
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    (output,) = llm.generate([{"prompt_token_ids": [5] * 70}], params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 10
+    with pytest.raises(ValueError, match="max_model_len=80"):
+        llm.generate([{"prompt_token_ids": [5] * 80}], params, use_tqdm=False)
+    llm.shutdown()
+    with pytest.raises(ValueError, match="one request of max_model_len=512 tokens needs"):
+        LLM(str(tiny_llama), dtype="float32", max_model_len=512, num_gpu_blocks_override=6, max_num_seqs=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "resolved"),
+    [("fp16", "float16"), ("bf16", "bfloat16"), ("FP32", "float32"), ("torch.bfloat16", "bfloat16")],
+)
+def test_short_names_of_dtypes(tiny_llama: Path, given, resolved):
+    assert EngineArgs(str(tiny_llama), dtype=given).create_model_config().dtype == getattr(torch, resolved)
+
+
+@pytest.mark.parametrize("wrong", [{"load_format": "dumy"}, {"load_format": "pt"}, {"dtype": "fp8"}])
+def test_refused_before_the_model_is_looked_for(wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}=.*(auto, safetensors, gguf, dummy|bfloat16)"):
+        EngineArgs("some/where", **wrong).create_engine_config()
+
+
+def test_load_format_in_capitals(tiny_llama: Path):
+    assert EngineArgs(str(tiny_llama), load_format="Safetensors").create_model_config().load_format == "safetensors"
+
+
+def test_rope_arguments_of_older_releases(tiny_llama: Path):
+    rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}
+    args = EngineArgs(str(tiny_llama), rope_scaling=rope, rope_theta=7.0, hf_overrides={"vocab_size": 99})
+    model = args.create_model_config()
+    assert (model.max_model_len, model.vocab_size) == (1024, 99)
+    assert model.hf_config.rope_parameters == {**rope, "rope_theta": 7.0}
+    assert EngineArgs(str(tiny_llama), rope_scaling=None, rope_theta=None).hf_overrides is None
+    with pytest.raises(ValueError, match=r"rope_theta.*beside hf_overrides"):
+        EngineArgs(str(tiny_llama), rope_theta=7.0, hf_overrides=lambda config: config)
+
+
+def test_graph_mode_that_captures_nothing_is_told_once(tiny_llama: Path, log: pytest.LogCaptureFixture):
+    log_once.cache_clear()
+    for _ in range(2):
+        EngineArgs(str(tiny_llama), compilation_config={"cudagraph_mode": "FULL"}).create_engine_config()
+    assert [r.getMessage() for r in log.records if "every step is eager" in r.getMessage()] == [
+        "cudagraph_mode=FULL captures nothing: every step is eager; batches are only padded to cudagraph_capture_sizes"
+    ]
+    log.clear()
+    EngineArgs(str(tiny_llama), compilation_config={"cudagraph_mode": "NONE"}).create_engine_config()
+    args = EngineArgs(str(tiny_llama), compilation_config={"cudagraph_mode": "FULL"}, enforce_eager=True)
+    args.create_engine_config()
+    assert not log.records
+
+
+@pytest.mark.parametrize(("asked", "level"), [(True, "WARNING"), (None, "INFO"), (False, None)])
+def test_prefix_caching_of_a_hybrid(tmp_path: Path, log: pytest.LogCaptureFixture, asked, level):
+    """A caller who asks for it by name is warned that there is none."""
+    config = {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], "num_hidden_layers": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    cache = EngineArgs(str(tmp_path), enable_prefix_caching=asked).create_engine_config().cache_config
+    assert not cache.enable_prefix_caching
+    told = [record.levelname for record in log.records if "prefix caching is off" in record.getMessage()]
+    assert told == ([level] if level else [])

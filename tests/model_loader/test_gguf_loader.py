@@ -20,6 +20,7 @@ from transformers.utils.quantization_config import GgufConfig
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.gguf_loader import gguf_config, gguf_tensors, read_gguf
 from vllm.model_executor.model_loader.weight_utils import StoredTensor
+from vllm.transformers_utils.config import get_config
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -388,3 +389,15 @@ def test_flipped_header_bytes_never_raise_anything_else(tmp_path):
             messages.append(str(error))
     assert 20 < len(messages) < 200
     assert all("m.gguf" in message for message in messages)
+
+
+def test_overrides_of_the_config(tmp_path):
+    """They act as in a folder's config.json: the model's own theta stays, the list of layers follows."""
+    write_gguf(tmp_path / "m.gguf", "qwen3", Kind.F32)
+    stored = gguf_config(tmp_path / "m.gguf")
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    window = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "num_hidden_layers": 3}
+    config = get_config(tmp_path / "m.gguf", hf_overrides={"rope_scaling": yarn, **window})
+    assert config.rope_parameters == {**yarn, "rope_theta": stored.rope_parameters["rope_theta"]}
+    assert config.layer_types == ["full_attention", "sliding_attention", "sliding_attention"]
+    assert (config.architectures, config.vocab_size) == (stored.architectures, stored.vocab_size)

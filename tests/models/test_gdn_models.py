@@ -5,9 +5,7 @@ preempted or padded, with uninitialised memory NaN."""
 from __future__ import annotations
 
 import json
-import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -201,14 +199,6 @@ def test_one_memory_budget() -> None:
 
 
 # --- configuration and checkpoints ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    root = logging.getLogger("vllm")
-    root.addHandler(caplog.handler)
-    yield caplog
-    root.removeHandler(caplog.handler)
 
 
 @pytest.mark.parametrize("asked", [None, True, False])

@@ -14,7 +14,8 @@ class ModelConfig:
     """One model, resolved.
 
     ``hf_config`` is the text model's ``PretrainedConfig`` (a multimodal checkpoint's ``text_config``);
-    ``architecture`` is the registry name; ``max_model_len`` counts prompt and output tokens of one request.
+    ``architecture`` is the registry name; ``max_model_len`` counts prompt and output tokens of one request; with
+    ``fit_max_model_len`` the engine lowers it to what the KV cache holds.
     """
 
     model: str
@@ -32,6 +33,7 @@ class ModelConfig:
     load_format: str = "auto"
     max_logprobs: int = 20
     served_model_name: str | None = None
+    fit_max_model_len: bool = False
 
     @property
     def hidden_size(self) -> int:

@@ -7,13 +7,18 @@ import argparse
 import dataclasses
 import difflib
 import json
+import logging
+import operator
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, get_args, get_type_hints
 
 import torch
 
+from vllm import envs
 from vllm.config import (
     CacheConfig,
     CompilationConfig,
@@ -23,7 +28,8 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
-from vllm.logger import init_logger
+from vllm.logger import init_logger, log_once
+from vllm.model_executor.model_loader import check_load_format
 from vllm.model_executor.model_loader.weight_utils import resolve_model_path
 from vllm.transformers_utils import config as hf
 
@@ -170,11 +176,14 @@ class EngineArgs:
 
     - ``model``: a Hugging Face folder, a GGUF file or a hub id; ``tokenizer``: the same, by default the model's.
     - ``dtype``: ``auto`` keeps fp16 and bf16 checkpoints and runs others in bf16; or float16, bfloat16, float32.
-    - ``max_model_len``: most tokens of one request, prompt and output; by default what the model's config allows.
+    - ``max_model_len``: most tokens of one request, prompt and output; by default what the model's config allows, with
+      ``auto`` or −1 as much of that as the KV cache holds.
+    - Counts may be text: ``"32k"`` is 32,000, ``"32K"`` 32,768; so with m, g, t and M, G, T.
     - ``max_num_seqs`` and ``max_num_batched_tokens``: most requests and tokens of one step.
     - ``kv_cache_memory_bytes``, else ``gpu_memory_utilization`` (share of the device's memory), sizes the KV cache.
     - ``generation_config``: ``auto`` (the model's sampling defaults), ``vllm`` (neutral ones) or a folder.
-    - ``hf_overrides``: values for the model's config, or a function from config to config.
+    - ``hf_overrides``: values for the model's config, or a function from config to config; ``rope_scaling`` and
+      ``rope_theta``, arguments of older releases, are such values.
 
     Raises ``TypeError`` for unknown arguments, naming the nearest, and ``NotImplementedError`` for those of upstream's
     that this engine does not have.
@@ -218,14 +227,24 @@ class EngineArgs:
 
     def __init__(self, model: str, **kwargs: Any) -> None:
         fields = dataclasses.fields(self)
+        rope = {name: kwargs.pop(name, None) for name in ("rope_scaling", "rope_theta")}
+        rope = {name: value for name, value in rope.items() if value is not None}
+        if rope:
+            overrides = kwargs.get("hf_overrides") or {}
+            if not isinstance(overrides, Mapping):
+                raise ValueError(f"{rope} beside hf_overrides={overrides!r}: let that set them on the config")
+            kwargs["hf_overrides"] = {**overrides, **rope}
         check_arguments("EngineArgs", [f.name for f in fields], kwargs)
         self.model = os.fspath(model)
         for f in fields[1:]:
             default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
-            setattr(self, f.name, kwargs.get(f.name, default))
+            value = kwargs.get(f.name, default)
+            setattr(self, f.name, _count(f.name, value) if f.name in _COUNTS else value)
 
     def create_model_config(self) -> ModelConfig:
         """The model, resolved: reads its config, not its weights."""
+        load_format = check_load_format(self.load_format)
+        hf.parse_dtype(self.dtype)
         path = resolve_model_path(self.model, self.revision)
         is_gguf = path.is_file()
         if self.quantization is not None and not (is_gguf and self.quantization == "gguf"):
@@ -241,13 +260,14 @@ class EngineArgs:
             architecture=hf.get_architecture(config),
             dtype=hf.resolve_dtype(self.dtype, config),
             max_model_len=hf.resolve_max_model_len(self.max_model_len, config),
+            fit_max_model_len=self.max_model_len == -1,
             seed=0 if self.seed is None else self.seed,
             trust_remote_code=self.trust_remote_code,
             skip_tokenizer_init=self.skip_tokenizer_init,
             tokenizer_mode=self.tokenizer_mode,
             revision=self.revision,
             tokenizer_revision=self.tokenizer_revision,
-            load_format=self.load_format,
+            load_format=load_format,
             max_logprobs=self.max_logprobs,
             served_model_name=self.served_model_name or self.model,
         )
@@ -256,6 +276,7 @@ class EngineArgs:
         """Everything resolved and checked, nothing allocated. Raises ``ValueError`` with the values and the remedy."""
         if self.async_scheduling:
             raise NotImplementedError("async_scheduling=True is not supported; leave it out")
+        envs.warn_of_unread()
         model_config = self.create_model_config()
         return VllmConfig(
             model_config=model_config,
@@ -287,7 +308,10 @@ class EngineArgs:
 
     def _prefix_caching(self, model_config: ModelConfig) -> bool:
         if model_config.is_hybrid and self.enable_prefix_caching is not False:
-            logger.info("prefix caching is off: cached blocks cannot bring back the recurrent state of this model")
+            level = logging.WARNING if self.enable_prefix_caching else logging.INFO
+            logger.log(
+                level, "prefix caching is off: cached blocks cannot bring back the recurrent state of this model"
+            )
             return False
         return self.enable_prefix_caching is not False
 
@@ -323,6 +347,13 @@ class EngineArgs:
             config = dataclasses.replace(config, cudagraph_capture_sizes=tuple(self.cudagraph_capture_sizes))
         if self.enforce_eager:
             config = dataclasses.replace(config, cudagraph_mode=CUDAGraphMode.NONE)
+        if config.cudagraph_mode != CUDAGraphMode.NONE:
+            log_once(
+                logger,
+                logging.WARNING,
+                f"cudagraph_mode={config.cudagraph_mode.name} captures nothing: every step is eager; batches are only "
+                "padded to cudagraph_capture_sizes",
+            )
         return config
 
     @classmethod
@@ -338,6 +369,8 @@ class EngineArgs:
                 group.add_argument(option, required=True, help="Hugging Face folder, GGUF file or hub id")
             elif bool in kinds:
                 group.add_argument(option, action=argparse.BooleanOptionalAction, default=default)
+            elif f.name in _COUNTS:
+                group.add_argument(option, default=default, metavar="COUNT")
             elif (kinds[0] in (int, float, str) and len(kinds) == 1) or f.name == "dtype":
                 group.add_argument(option, type=kinds[0], default=default, metavar=kinds[0].__name__)
             else:
@@ -347,6 +380,30 @@ class EngineArgs:
     def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
         given = vars(args)
         return cls(**{f.name: given[f.name] for f in dataclasses.fields(cls) if f.name in given})
+
+
+_COUNTS = ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "kv_cache_memory_bytes")
+_SUFFIXES = {
+    suffix: base**power
+    for base, letters in ((1000, "kmgt"), (1024, "KMGT"))
+    for power, suffix in enumerate(letters, start=1)
+}
+
+
+def _count(name: str, value: Any) -> int | None:
+    """The number that ``value`` says: an int, or text such as ``512``, ``32k`` (32,000), ``1.5k``, ``1K`` (1,024)."""
+    if value is None:
+        return None
+    if name == "max_model_len" and isinstance(value, str) and value.strip().lower() == "auto":
+        return -1
+    if isinstance(value, str) and (found := re.fullmatch(r"(-?\d+(?:\.\d+)?)([kmgtKMGT]?)", value.strip())):
+        number = Fraction(found[1]) * _SUFFIXES.get(found[2], 1)
+        if number.denominator == 1:
+            return int(number)
+    elif hasattr(value, "__index__") and not isinstance(value, bool):
+        return operator.index(value)
+    auto = ", or 'auto'" if name == "max_model_len" else ""
+    raise ValueError(f"{name}={value!r} is no count: give a whole number, or text such as '32k' or '1K'{auto}")
 
 
 def _graph_mode(mode: Any) -> CUDAGraphMode:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from vllm import _custom_ops as ops
+from vllm.transformers_utils.config import LENGTH_DEPENDENT
 
 
 class RotaryEmbedding(nn.Module):
@@ -24,27 +26,36 @@ class RotaryEmbedding(nn.Module):
         ops.rotary_embedding(positions, q, k, self.cos_sin_cache)
 
 
-def get_rope(hf_config: Any, max_position: int) -> RotaryEmbedding:
+def get_rope(hf_config: Any, max_position: int, partial: bool = False) -> RotaryEmbedding:
     """The embedding that ``hf_config.rope_parameters`` describes, for positions below ``max_position``.
 
+    ``partial``: the architecture rotates ``partial_rotary_factor`` of each head; to others the key means nothing.
     Frequencies and the attention factor of the scaled kinds (linear, yarn, llama3, …) come from transformers.
     """
-    parameters = hf_config.rope_parameters
+    parameters = dict(hf_config.rope_parameters)
+    if not partial:
+        parameters.pop("partial_rotary_factor", None)
     kind = parameters.get("rope_type", "default")
-    if kind in ("dynamic", "longrope"):
-        raise ValueError(
-            f"rope_type={kind!r} is not supported: its angles depend on the request's length; use a model with "
-            "another rope_type"
-        )
+    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+    if kind in LENGTH_DEPENDENT:
+        longest = hf_config.max_position_embeddings
+        if kind == "longrope":
+            longest = min(longest, parameters["original_max_position_embeddings"])
+        if max_position > longest:
+            raise ValueError(
+                f"rope_type={kind!r} over {max_position} positions is not supported: beyond {longest} its angles "
+                f"depend on the request's length; set max_model_len={longest}"
+            )
     if kind == "default":
-        head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
         rotary_dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
         inv_freq, attention_factor = 1.0 / parameters["rope_theta"] ** exponents, 1.0
         if "freq_factors" in parameters:  # of a GGUF file
             inv_freq /= torch.tensor(parameters["freq_factors"], device="cpu")
     elif kind in ROPE_INIT_FUNCTIONS:
-        inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[kind](hf_config, device="cpu")
+        config = copy.deepcopy(hf_config)
+        config.rope_parameters, config.head_dim = parameters, head_dim
+        inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
     else:
         raise ValueError(f"rope_type={kind!r} is unknown; known: default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}")
     angles = torch.arange(max_position, dtype=torch.float32, device="cpu")[:, None] * inv_freq.float()

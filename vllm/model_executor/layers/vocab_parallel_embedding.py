@@ -7,6 +7,8 @@ are cut off after the gather.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -18,7 +20,10 @@ from vllm.distributed import (
     tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
 )
+from vllm.logger import init_logger
 from vllm.model_executor.parameter import WeightSpec
+
+logger = init_logger(__name__)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -69,7 +74,8 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    """hidden [R, hidden] → logits [R, vocab]; ``tie_to`` shares the embedding's weight and loads nothing."""
+    """hidden [R, hidden] → logits [R, vocab]; ``tie_to``: the embedding whose weight it shares, unless the checkpoint
+    holds another for the head: as in transformers that one is taken, whatever the config says."""
 
     def __init__(
         self,
@@ -81,17 +87,29 @@ class ParallelLMHead(VocabParallelEmbedding):
     ) -> None:
         super().__init__(vocab_size, hidden_size, dtype, prefix)
         # A tuple hides the embedding from nn.Module, which would list its weights a second time.
-        self._source = (tie_to if tie_to is not None else self,)
+        self._tied_to = () if tie_to is None else (tie_to,)
 
     def weight_specs(self) -> list[WeightSpec]:
-        return super().weight_specs() if self._source[0] is self else []
+        return [dataclasses.replace(spec, optional=bool(self._tied_to)) for spec in super().weight_specs()]
 
     def process_weights_after_loading(self) -> None:
-        if self._source[0] is self:
+        if not self._tied_to:
             super().process_weights_after_loading()
 
+    def settle_tie(self) -> None:
+        """Share the embedding's weight or not, now that all weights are loaded."""
+        if not self._tied_to or self.weight is None:
+            return
+        rows = torch.arange(self.rows_per_partition, device=self.weight.device).split(4096)
+        if all(torch.equal(self._tied_to[0]._lookup(some), self.weight[some]) for some in rows):
+            self.weight = None
+            return
+        logger.warning("tie_word_embeddings is set, but the checkpoint's %s differs: it is not tied", self.prefix)
+        self._tied_to = ()
+        self.process_weights_after_loading()
+
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        logits = self._source[0].project(hidden_states)
+        logits = (self._tied_to or (self,))[0].project(hidden_states)
         if self.tp_size > 1:
             logits = tensor_model_parallel_all_gather(logits, dim=-1)
         return logits[:, : self.vocab_size]

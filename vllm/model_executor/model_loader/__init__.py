@@ -30,6 +30,13 @@ logger = init_logger(__name__)
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
+def check_load_format(load_format: str) -> str:
+    """``load_format`` in lower case; ``ValueError`` where there is no such format."""
+    if str(load_format).lower() not in LOAD_FORMATS:
+        raise ValueError(f"load_format={load_format!r}: choose one of {', '.join(LOAD_FORMATS)}")
+    return load_format.lower()
+
+
 def get_model(vllm_config: VllmConfig) -> nn.Module:
     """The model of ``vllm_config``, in eval mode, its weights loaded and processed.
 
@@ -38,8 +45,7 @@ def get_model(vllm_config: VllmConfig) -> nn.Module:
     weights that are not there, ValueError for files that are corrupt or do not fit the model.
     """
     config = vllm_config.model_config
-    if config.load_format not in LOAD_FORMATS:
-        raise ValueError(f"load_format={config.load_format!r}: choose one of {', '.join(LOAD_FORMATS)}")
+    check_load_format(config.load_format)
     start = time.perf_counter()
     model_cls, _ = ModelRegistry.resolve_model_cls(config.architecture)
     model = model_cls(vllm_config=vllm_config, prefix="")
@@ -62,6 +68,8 @@ def get_model(vllm_config: VllmConfig) -> nn.Module:
     if (checkpoint_name := getattr(model, "checkpoint_name", None)) is not None:
         stored = [dataclasses.replace(tensor, name=checkpoint_name(tensor.name)) for tensor in stored]
     stored = without_extra_layers(stored, specs, origin)
+    if (stand_in := getattr(model, "stand_in", None)) is not None:
+        stored = stand_in(stored)
     pairs = match_specs(specs, stored, getattr(model, "ignored_weights", ()), origin)
     with torch.no_grad(), freed_memory_goes_back():
         load_weights(model, pairs, config.dtype)
@@ -69,4 +77,4 @@ def get_model(vllm_config: VllmConfig) -> nn.Module:
     return model.eval()
 
 
-__all__ = ["LOAD_FORMATS", "get_model"]
+__all__ = ["LOAD_FORMATS", "check_load_format", "get_model"]

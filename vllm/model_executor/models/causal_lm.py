@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
@@ -14,6 +15,9 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.parameter import WeightSpec, collect_weight_specs
+
+if TYPE_CHECKING:
+    from vllm.model_executor.model_loader.weight_utils import StoredTensor
 
 
 class DecoderModel(nn.Module):
@@ -25,6 +29,7 @@ class DecoderModel(nn.Module):
 
     layer_cls: ClassVar[type[nn.Module]]
     zero_centered_norm: ClassVar[bool] = False
+    partial_rotary: ClassVar[bool] = False
 
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
@@ -33,7 +38,7 @@ class DecoderModel(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, dtype, f"{prefix}.embed_tokens"
         )
-        rope = get_rope(config, model_config.max_model_len)
+        rope = get_rope(config, model_config.max_model_len, self.partial_rotary)
         self.layers = nn.ModuleList(
             self.layer_cls(vllm_config, rope, f"{prefix}.layers.{i}") for i in range(config.num_hidden_layers)
         )
@@ -67,17 +72,14 @@ class CausalLM(nn.Module):
         config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
         root = f"{prefix}." if prefix else ""
         self.model = self.model_cls(vllm_config, f"{root}{self.model_prefix}")
-        tied = bool(getattr(config, "tie_word_embeddings", False))
+        self.tied = bool(getattr(config, "tie_word_embeddings", False))
         self.lm_head = ParallelLMHead(
             config.vocab_size,
             config.hidden_size,
             dtype,
             f"{root}lm_head",
-            tie_to=self.model.embed_tokens if tied else None,
+            tie_to=self.model.embed_tokens if self.tied else None,
         )
-        if tied:
-            # Some checkpoints store the tied head a second time.
-            self.ignored_weights = (*type(self).ignored_weights, r"^lm_head\.weight$")
 
     @classmethod
     def checkpoint_name(cls, stored: str) -> str:
@@ -90,6 +92,17 @@ class CausalLM(nn.Module):
 
     def weight_specs(self) -> list[WeightSpec]:
         return collect_weight_specs(self)
+
+    def stand_in(self, stored: list[StoredTensor]) -> list[StoredTensor]:
+        """``stored``, where a file that keeps shared tensors once has the tied weight under the head's name alone."""
+        names = {tensor.name for tensor in stored}
+        embedding, head = self.model.embed_tokens.prefix + ".weight", self.lm_head.prefix + ".weight"
+        if not self.tied or embedding in names:
+            return stored
+        return [dataclasses.replace(t, name=embedding) if t.name == head else t for t in stored]
+
+    def process_weights_after_loading(self) -> None:
+        self.lm_head.settle_tie()
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """input_ids and positions [T] int64 → hidden states [T, hidden]."""

@@ -43,14 +43,24 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaAttention(nn.Module):
-    """Grouped-query attention; ``qk_norm`` normalises each query and key head before the rotation (Qwen3)."""
+    """Grouped-query attention over the last ``sliding_window`` tokens, over all where it is None.
+
+    ``qk_norm`` normalises each query and key head before the rotation (Qwen3). What not every architecture's config
+    defines is an argument, so that a key which another one left in a config means nothing.
+    """
 
     def __init__(
-        self, config: Any, rope: RotaryEmbedding, dtype: torch.dtype, prefix: str, qk_norm: bool = False
+        self,
+        config: Any,
+        rope: RotaryEmbedding,
+        dtype: torch.dtype,
+        prefix: str,
+        bias: bool = False,
+        sliding_window: int | None = None,
+        qk_norm: bool = False,
     ) -> None:
         super().__init__()
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        bias = bool(getattr(config, "attention_bias", False))
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
             self.head_dim,
@@ -73,7 +83,7 @@ class LlamaAttention(nn.Module):
             self.qkv_proj.num_kv_heads,
             dtype,
             f"{prefix}.attn",
-            layer_sliding_window(config, prefix),
+            sliding_window,
         )
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -85,18 +95,6 @@ class LlamaAttention(nn.Module):
             q, k = self.q_norm(q, out=q), self.k_norm(k, out=k)
         self.rotary_emb(positions, q, k)
         return self.o_proj(self.attn(q.flatten(1), k.flatten(1), v))
-
-
-def layer_sliding_window(config: Any, prefix: str) -> int | None:
-    """The attention window of the layer at ``prefix`` (``….layers.N.…``), None for full attention."""
-    window = getattr(config, "sliding_window", None)
-    if not window or getattr(config, "use_sliding_window", True) is False:
-        return None
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is None:
-        return window
-    index = int(prefix.split("layers.")[1].split(".", maxsplit=1)[0])
-    return window if layer_types[index] == "sliding_attention" else None
 
 
 class DecoderLayer(nn.Module):
@@ -124,15 +122,25 @@ class DecoderLayer(nn.Module):
 
 class LlamaDecoderLayer(DecoderLayer):
     qk_norm: ClassVar[bool] = False
+    mlp_has_bias: ClassVar[bool] = True
 
     def __init__(self, vllm_config: VllmConfig, rope: RotaryEmbedding, prefix: str) -> None:
         super().__init__()
         config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
         check_hidden_act(config.hidden_act)
-        self.self_attn = LlamaAttention(config, rope, dtype, f"{prefix}.self_attn", self.qk_norm)
-        mlp_bias = bool(getattr(config, "mlp_bias", False))
+        window = self.sliding_window(config, int(prefix.rsplit(".", 1)[1]))
+        attention_bias = bool(getattr(config, "attention_bias", False))
+        self.self_attn = LlamaAttention(
+            config, rope, dtype, f"{prefix}.self_attn", attention_bias, window, self.qk_norm
+        )
+        mlp_bias = self.mlp_has_bias and bool(getattr(config, "mlp_bias", False))
         self.mlp = LlamaMLP(config.hidden_size, config.intermediate_size, dtype, f"{prefix}.mlp", mlp_bias)
         self.make_norms(config, dtype, prefix)
+
+    @staticmethod
+    def sliding_window(config: Any, index: int) -> int | None:
+        """The attention window of layer ``index``, None for full attention; Llama has none."""
+        return None
 
 
 class LlamaModel(DecoderModel):

@@ -45,7 +45,9 @@ class MixtralDecoderLayer(DecoderLayer):
         super().__init__()
         config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
         check_hidden_act(config.hidden_act)
-        self.self_attn = LlamaAttention(config, rope, dtype, f"{prefix}.self_attn")
+        self.self_attn = LlamaAttention(
+            config, rope, dtype, f"{prefix}.self_attn", sliding_window=config.sliding_window
+        )
         self.mlp = MixtralMoE(vllm_config, f"{prefix}.block_sparse_moe")
         self.make_norms(config, dtype, prefix)
 

@@ -3,12 +3,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.model_executor.models.causal_lm import CausalLM, DecoderModel
 from vllm.model_executor.models.llama import LlamaDecoderLayer
 
 
 class Qwen3DecoderLayer(LlamaDecoderLayer):
     qk_norm = True
+    mlp_has_bias = False
+
+    @staticmethod
+    def sliding_window(config: Any, index: int) -> int | None:
+        return config.sliding_window if config.layer_types[index] == "sliding_attention" else None
 
 
 class Qwen3Model(DecoderModel):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -16,21 +16,31 @@ class Qwen3_5DecoderLayer(Qwen3NextDecoderLayer):
     interleaved = False
 
     @staticmethod
-    def is_sparse(config: Any, index: int) -> bool:
-        return bool(getattr(config, "num_experts", 0))
+    def routed(config: Any, index: int) -> tuple[bool, bool]:
+        return False, False
+
+
+class Qwen3_5MoeDecoderLayer(Qwen3_5DecoderLayer):
+    @staticmethod
+    def routed(config: Any, index: int) -> tuple[bool, bool]:
+        return True, True
 
 
 class Qwen3_5Model(Qwen3NextModel):
     layer_cls = Qwen3_5DecoderLayer
 
 
+class Qwen3_5MoeModel(Qwen3NextModel):
+    layer_cls = Qwen3_5MoeDecoderLayer
+
+
 class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
-    model_cls = Qwen3_5Model
+    model_cls: ClassVar[type[Qwen3NextModel]] = Qwen3_5Model
     ignored_weights = (*Qwen3NextForCausalLM.ignored_weights, r"^(model\.)?visual\.")
 
 
 class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
-    pass
+    model_cls = Qwen3_5MoeModel
 
 
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
@@ -44,4 +54,4 @@ class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
 
 
 class Qwen3_5MoeForConditionalGeneration(Qwen3_5ForConditionalGeneration):
-    pass
+    model_cls = Qwen3_5MoeModel

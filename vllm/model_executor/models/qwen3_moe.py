@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -16,9 +18,9 @@ from vllm.model_executor.models.llama import DecoderLayer, LlamaAttention, Llama
 
 
 class Qwen3MoeSparseMoeBlock(nn.Module):
-    """Softmax router; ``norm_topk_prob`` renormalises the chosen weights to 1, as where the config lacks it."""
+    """Softmax router; ``renormalize`` makes the chosen weights' sum 1."""
 
-    def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
+    def __init__(self, vllm_config: VllmConfig, prefix: str, renormalize: bool) -> None:
         super().__init__()
         config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
         self.gate = ReplicatedLinear(config.hidden_size, config.num_experts, False, dtype, f"{prefix}.gate")
@@ -27,7 +29,7 @@ class Qwen3MoeSparseMoeBlock(nn.Module):
             config.num_experts_per_tok,
             config.hidden_size,
             config.moe_intermediate_size,
-            getattr(config, "norm_topk_prob", True),
+            renormalize,
             dtype,
             f"{prefix}.experts",
             lambda e: (
@@ -42,17 +44,30 @@ class Qwen3MoeSparseMoeBlock(nn.Module):
         return self.experts(hidden_states, self.gate(hidden_states))
 
 
+def has_experts(config: Any, index: int) -> bool:
+    """Whether the feed-forward of layer ``index`` is routed (Qwen3-MoE and Qwen3-Next)."""
+    dense = index in config.mlp_only_layers or not config.num_experts
+    return not dense and (index + 1) % config.decoder_sparse_step == 0
+
+
 class Qwen3MoeDecoderLayer(DecoderLayer):
     def __init__(self, vllm_config: VllmConfig, rope: RotaryEmbedding, prefix: str) -> None:
         super().__init__()
         config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
         check_hidden_act(config.hidden_act)
         index = int(prefix.rsplit(".", 1)[1])
-        sparse = index not in config.mlp_only_layers and (index + 1) % config.decoder_sparse_step == 0
-        self.self_attn = LlamaAttention(config, rope, dtype, f"{prefix}.self_attn", qk_norm=True)
+        self.self_attn = LlamaAttention(
+            config,
+            rope,
+            dtype,
+            f"{prefix}.self_attn",
+            bool(config.attention_bias),
+            config.sliding_window,
+            qk_norm=True,
+        )
         self.mlp = (
-            Qwen3MoeSparseMoeBlock(vllm_config, f"{prefix}.mlp")
-            if sparse
+            Qwen3MoeSparseMoeBlock(vllm_config, f"{prefix}.mlp", bool(config.norm_topk_prob))
+            if has_experts(config, index)
             else LlamaMLP(config.hidden_size, config.intermediate_size, dtype, f"{prefix}.mlp")
         )
         self.make_norms(config, dtype, prefix)

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.mamba.gdn_linear_attn import GatedDeltaNet
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.models.causal_lm import CausalLM, DecoderModel
 from vllm.model_executor.models.llama import DecoderLayer, LlamaMLP
-from vllm.model_executor.models.qwen3_moe import Qwen3MoeSparseMoeBlock
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeSparseMoeBlock, has_experts
 
 
 class Qwen3NextAttention(nn.Module):
@@ -71,8 +71,8 @@ class Qwen3NextAttention(nn.Module):
 class Qwen3NextSparseMoeBlock(Qwen3MoeSparseMoeBlock):
     """Routed experts plus sigmoid(gate) times a shared expert, whose TP shares ride in the experts' sum."""
 
-    def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
-        super().__init__(vllm_config, prefix)
+    def __init__(self, vllm_config: VllmConfig, prefix: str, renormalize: bool) -> None:
+        super().__init__(vllm_config, prefix, renormalize)
         config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
         hidden, inner = config.hidden_size, config.shared_expert_intermediate_size
         self.shared_expert_gate = ReplicatedLinear(hidden, 1, False, dtype, f"{prefix}.shared_expert_gate")
@@ -84,7 +84,10 @@ class Qwen3NextSparseMoeBlock(Qwen3MoeSparseMoeBlock):
 
 
 class Qwen3NextDecoderLayer(DecoderLayer):
-    """``interleaved``: how checkpoints order the rows of the delta net's input projection."""
+    """``interleaved``: how checkpoints order the rows of the delta net's input projection.
+
+    ``routed(config, index)``: whether layer ``index`` has experts and, if so, whether their weights are renormalised.
+    """
 
     interleaved: ClassVar[bool] = True
 
@@ -100,27 +103,27 @@ class Qwen3NextDecoderLayer(DecoderLayer):
             self.self_attn = Qwen3NextAttention(config, rope, dtype, f"{prefix}.self_attn")
         else:
             raise ValueError(f"layer_types[{index}]={kind!r}: give 'linear_attention' or 'full_attention'")
+        sparse, renormalize = self.routed(config, index)
         self.mlp = (
-            Qwen3NextSparseMoeBlock(vllm_config, f"{prefix}.mlp")
-            if self.is_sparse(config, index)
+            Qwen3NextSparseMoeBlock(vllm_config, f"{prefix}.mlp", renormalize)
+            if sparse
             else LlamaMLP(config.hidden_size, config.intermediate_size, dtype, f"{prefix}.mlp")
         )
         self.make_norms(config, dtype, prefix, zero_centered=True)
 
     @staticmethod
-    def is_sparse(config: Any, index: int) -> bool:
-        if index in config.mlp_only_layers or not config.num_experts:
-            return False
-        return (index + 1) % config.decoder_sparse_step == 0
+    def routed(config: Any, index: int) -> tuple[bool, bool]:
+        return has_experts(config, index), bool(config.norm_topk_prob)
 
 
 class Qwen3NextModel(DecoderModel):
     layer_cls = Qwen3NextDecoderLayer
     zero_centered_norm = True
+    partial_rotary = True
 
 
 class Qwen3NextForCausalLM(CausalLM):
     """The layers that predict several tokens at once (``mtp``) are left unread."""
 
-    model_cls = Qwen3NextModel
+    model_cls: ClassVar[type[Qwen3NextModel]] = Qwen3NextModel
     ignored_weights = (*CausalLM.ignored_weights, r"^mtp\.")

@@ -18,12 +18,12 @@ def cdiv(a: int, b: int) -> int:
 
 
 def get_kv_cache_config(
-    specs: Mapping[str, KVCacheSpec], available_bytes: int, vllm_config: VllmConfig
+    specs: Mapping[str, KVCacheSpec], available_bytes: int, vllm_config: VllmConfig, fit: bool = False
 ) -> KVCacheConfig:
     """Cut ``available_bytes`` of this rank into state slots for ``max_num_seqs`` requests, then attention blocks.
 
-    The blocks hold at least one request of ``max_model_len`` tokens, and never more than ``max_num_seqs`` such requests
-    can fill; with prefix caching up to 131072 blocks all the same.
+    The blocks hold at least one request of ``max_model_len`` tokens (with ``fit`` at least one block), and never more
+    than ``max_num_seqs`` such requests can fill; with prefix caching up to 131072 blocks all the same.
     ``num_gpu_blocks_override`` sets their number whatever the budget.
 
     Raises:
@@ -53,7 +53,7 @@ def get_kv_cache_config(
         num_blocks = max(bytes_for_blocks, 0) // bytes_per_block
         cached = _MOST_CACHED_BLOCKS if cache.enable_prefix_caching else 0
         num_blocks = min(num_blocks, max(most_blocks, cached))
-    if num_blocks < needed_blocks:
+    if num_blocks < (2 if fit else needed_blocks):
         fits = max(num_blocks - 1, 0) * block_size
         raise ValueError(
             f"one request of max_model_len={max_model_len} tokens needs {needed_blocks} cache blocks of {block_size} "

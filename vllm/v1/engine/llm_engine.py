@@ -57,7 +57,6 @@ class LLMEngine:
     """
 
     def __init__(self, vllm_config: VllmConfig, generation_config: Mapping[str, Any]) -> None:
-        self.vllm_config = vllm_config
         self.generation_config = dict(generation_config)
         config = vllm_config.model_config
         self.tokenizer = None
@@ -68,18 +67,25 @@ class LLMEngine:
                 trust_remote_code=config.trust_remote_code,
                 revision=config.tokenizer_revision,
             )
-        self.input_processor = InputProcessor(vllm_config, self.tokenizer, generation_config)
         self.output_processor = OutputProcessor(self.tokenizer)
         self.worker = Worker(vllm_config)
         self.worker.init_device()
         self.worker.load_model()
         available = self.worker.determine_available_memory()
-        kv_cache_config = get_kv_cache_config(self.worker.get_kv_cache_specs(), available, vllm_config)
+        kv_cache_config = get_kv_cache_config(
+            self.worker.get_kv_cache_specs(), available, vllm_config, config.fit_max_model_len
+        )
         self.worker.initialize_kv_cache(kv_cache_config)
+        tokens = (kv_cache_config.num_blocks - 1) * kv_cache_config.block_size
+        if tokens < config.max_model_len:
+            logger.warning("max_model_len=%d: the KV cache does not hold %d tokens", tokens, config.max_model_len)
+            config = dataclasses.replace(config, max_model_len=tokens)
+            vllm_config = dataclasses.replace(vllm_config, model_config=config)
+        self.vllm_config = vllm_config
+        self.input_processor = InputProcessor(vllm_config, self.tokenizer, generation_config)
         self.scheduler = Scheduler(vllm_config, kv_cache_config)
         self.stats = EngineStats()
         self._logged = (time.monotonic(), EngineStats())
-        tokens = (kv_cache_config.num_blocks - 1) * kv_cache_config.block_size
         logger.info(
             "KV cache of %d tokens (%.2f GiB); a request has at most %d",
             tokens,
