@@ -25,7 +25,7 @@ from vllm.distributed.device_communicators.base_device_communicator import Devic
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 from vllm.distributed.device_communicators.xpu_communicator import XpuCommunicator
-from vllm.distributed.observer import record_collective
+from vllm.distributed.observer import record_collective, wait_for
 from vllm.logger import init_logger
 from vllm.platforms import Platform
 
@@ -37,7 +37,12 @@ _RENDEZVOUS_S = 120.0
 
 
 def collective_timeout() -> timedelta:
-    """The deadline of every collective of every group (``VLLM_COLLECTIVE_TIMEOUT_S``)."""
+    """The backends' own deadline of every collective of every group (``VLLM_COLLECTIVE_TIMEOUT_S``).
+
+    Waiting for a slow peer is no failure, so this is only for runs that nothing watches: the watchdog ends a dead run
+    within seconds and a silent one after ``VLLM_STALL_TIMEOUT_S``. Gloo counts from the call, NCCL and XCCL from the
+    moment of queueing, which may be much earlier.
+    """
     return timedelta(seconds=envs.VLLM_COLLECTIVE_TIMEOUT_S)
 
 
@@ -112,19 +117,18 @@ class GroupCoordinator:
         """Sum a host tensor over the CPU twin, in place; returns it. ``op`` names it in the ledger."""
         if self.world_size > 1:
             with record_collective(op, self.unique_name, self.ranks, self.rank, [input_]):
-                dist.all_reduce(input_, group=self.cpu_group)
+                wait_for(dist.all_reduce(input_, group=self.cpu_group, async_op=True), self.cpu_group)
         return input_
 
     def cpu_barrier(self) -> None:
         if self.world_size > 1:
             with record_collective("cpu_barrier", self.unique_name, self.ranks, self.rank):
-                dist.barrier(group=self.cpu_group)
+                wait_for(dist.barrier(group=self.cpu_group, async_op=True), self.cpu_group)
 
     def wait_for_all(self, what: str, timeout_s: float) -> None:
         """Wait until every rank has come here, for phases that take ranks very different times (``what``: loading).
 
-        Other collectives give up after ``VLLM_COLLECTIVE_TIMEOUT_S``; this one after ``timeout_s``, naming who is
-        missing.
+        Gives up after ``timeout_s``, naming who is missing.
         """
         if self.world_size > 1:
             with record_collective(what, self.unique_name, self.ranks, self.rank):
