@@ -105,8 +105,7 @@ class ConsensusGuard:
             lost = observer.lost()
             if lost or waited > limit:
                 missing = [rank for rank, key in zip(record.ranks, keys, strict=True) if not store.check([key])]
-                why = f"but {lost}" if lost else f"not there after {limit:g} s"
-                why += f". {self._whereabouts(missing)}"
+                why = f"but {lost}" if lost else f"not there after {limit:g} s. {self._whereabouts(missing)}"
                 what = f"rank {record.rank} waits in {describe(record)} for {name_ranks(missing)}"
                 raise ConsensusError(f"{what}, {why}", record)
             time.sleep(min(waited / 4, _LONGEST_NAP_S))

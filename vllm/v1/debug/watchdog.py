@@ -35,7 +35,7 @@ _POLL_S = 0.25
 # A rank that fails stays this long, so that the others print before the launcher ends them.
 _GRACE_S = 6 * _POLL_S
 # After a failure elsewhere a rank's host leaves a collective within half a second; this is for what it cannot leave.
-_LET_GO_S = 5.0
+_LET_GO_S = 4.0
 _CAUSE_S = 1.0
 _SILENT_S = 2.0
 _TELL_AFTER_S, _TELL_AGAIN_S = 10.0, 60.0
@@ -121,7 +121,7 @@ class Diagnosis:
         if self.ledger.prints:
             print(trace % "EXIT", flush=True)
 
-    def fail(self, reason: str, how: str = "failed") -> None:
+    def fail(self, reason: str, how: str = "failed", grace_s: float = _GRACE_S) -> None:
         """This rank cannot go on: say so in the ledger and to the others, who get time to print."""
         if not self._failed:
             self._failed, self.ledger.state = True, f"{how}: {reason}"
@@ -130,7 +130,7 @@ class Diagnosis:
                 # A launcher that sees another rank die ends this one before its exception is shown.
                 os.write(2, f"[FAIL] rank={self.ledger.rank} {how}: {reason}\n".encode())
                 self._on_board(Board.raise_alarm, reason)
-                time.sleep(_GRACE_S)
+                time.sleep(grace_s)
 
     def _on_board(self, call: Callable[..., Any], *args: Any) -> Any:
         """The board goes with the process that serves it (the launcher, or rank 0); then there is nobody to tell."""
@@ -165,27 +165,31 @@ class Diagnosis:
             busy = self._step_runs or record is not None
             self._alarm = self._alarm or self._on_board(Board.read, "alarm") or ""
             if busy and not self._alarm and (dead := self._who_is_gone(places, record)):
-                self._on_board(Board.raise_alarm, dead)
-                self._alarm = dead
+                self._alarm_all(dead)
             if self._alarm:
                 self._report(self._alarm)
                 observer.give_up(self._alarm)
                 overdue = overdue + 1 if busy else 0
                 if overdue * _POLL_S >= _LET_GO_S:
-                    self._end(f"{place['doing']} {_LET_GO_S:g} s after {self._alarm}", "ended")
+                    self._end(f"{place['doing']} {_LET_GO_S:g} s after {self._alarm}", "ended", 0.0)
             now = (place["doing"], place["moves"], {rank: (of["doing"], of["moves"]) for rank, of in places.items()})
             self._still = self._still + 1 if busy and now == seen else 0
             seen = now
             tell_at = tell_at if waits else _TELL_AFTER_S
             if waits * _POLL_S >= tell_at and (told := self._whom_for(record, places)):
-                logger.warning("rank %d waits for %.0f s: %s", self.ledger.rank, waits * _POLL_S, told)
+                seconds = waits * _POLL_S
+                logger.warning("rank %d has waited for %.0f s %s", self.ledger.rank, seconds, told)
                 tell_at += _TELL_AGAIN_S
             # Who stands still outside a collective is nearer to the cause, so it speaks first.
             patience = self.stall_timeout_s + (_GRACE_S if record is not None and self.peers else 0)
             if not self._step_runs:
                 patience = max(patience, envs.VLLM_LOAD_TIMEOUT_S)
-            if self.stall_timeout_s > 0 and patience <= self._still * _POLL_S:
-                self._stalled(record, places)
+            if self.stall_timeout_s > 0 and patience <= self._still * _POLL_S and not self._alarm:
+                reason = self._stall(record, places)
+                if record is None:
+                    self._report(reason)
+                    self._end(reason, "stalled")
+                self._alarm_all(reason)
 
     def _read_others(self) -> dict[int, dict[str, Any]]:
         """What the other ranks do, each with the seconds that it has been ``silent`` for, seen from here."""
@@ -203,15 +207,16 @@ class Diagnosis:
         return [rank for rank in ranks if places[rank]["entered"].get(record.group, 0) <= record.seq]
 
     def _whom_for(self, record: CollectiveRecord | None, places: Mapping[int, dict[str, Any]]) -> str:
-        """Whom this rank waits for, and what they do; empty where it waits for nobody."""
+        """In what this rank waits for whom, and what they do; empty where it waits for nobody."""
         if record is None or not (missing := self._missing(record, places)):
             return ""
         parts = []
         for rank in missing:
-            silent = places[rank]["silent"]
-            life = f" and has been silent for {silent:.0f} s: stopped, or cut off" if silent > _SILENT_S else ""
-            parts.append(f"rank {rank} {places[rank]['doing']}{life}")
-        return f"{describe(record)} needs {name_ranks(missing)}; {', '.join(parts)}"
+            doing, silent = places[rank]["doing"], places[rank]["silent"]
+            if silent > _SILENT_S:
+                doing = f"has been silent for {silent:.0f} s (stopped, or cut off; the last it told: {doing})"
+            parts.append(f"rank {rank} {doing}")
+        return f"inside {describe(record)} for {name_ranks(missing)}: {', '.join(parts)}"
 
     def _who_is_gone(self, places: Mapping[int, dict[str, Any]], record: CollectiveRecord | None) -> str:
         """The first rank that will never come: its process is gone, or it has left while this rank waits for it."""
@@ -235,21 +240,19 @@ class Diagnosis:
                 observer.give_up(cause)
             time.sleep(_POLL_S / 5)
 
-    def _stalled(self, record: CollectiveRecord | None, places: Mapping[int, dict[str, Any]]) -> None:
+    def _alarm_all(self, reason: str) -> None:
+        self._on_board(Board.raise_alarm, reason)
+        self._alarm = reason
+
+    def _stall(self, record: CollectiveRecord | None, places: Mapping[int, dict[str, Any]]) -> str:
         place = "outside any collective"
         if record is not None:
-            place = f"inside {describe(record)}"
-            if told := self._whom_for(record, places):
-                place += f": {told}"
+            place = self._whom_for(record, places) or f"inside {describe(record)}"
         step, layer = forward_context.current_step, forward_context.current_layer or "none"
-        reason = (
-            f"no progress for VLLM_STALL_TIMEOUT_S={self.stall_timeout_s:g} s in step {step}, layer {layer}, {place}"
-        )
-        self._report(reason)
-        self._end(reason, "stalled")
+        return f"no progress for VLLM_STALL_TIMEOUT_S={self.stall_timeout_s:g} s in step {step}, layer {layer}, {place}"
 
-    def _end(self, reason: str, how: str) -> None:
-        self.fail(reason, how)
+    def _end(self, reason: str, how: str, grace_s: float = _GRACE_S) -> None:
+        self.fail(reason, how, grace_s)
         os._exit(1)
 
     def _report(self, reason: str) -> None:
