@@ -96,6 +96,33 @@ def test_survivors_end_soon_and_name_rank_and_collective(fault: str, tp: int, dp
     assert launcher.living_ranks() == []
 
 
+def fails_to_load(folder: str) -> None:
+    from test_step import make_llm
+
+    from vllm.v1.worker import gpu_worker
+
+    if rank_checks.own_rank() == FAILING_RANK:
+
+        def broken(_: Any) -> None:
+            raise FileNotFoundError("no weights here")
+
+        gpu_worker.get_model = broken
+    make_llm(folder, 2, 2)
+
+
+def test_a_rank_that_cannot_load_ends_the_start_of_all() -> None:
+    """The others wait for it in a barrier that they cannot leave with an exception, so their processes end."""
+    for outcome in launcher.rank_outcomes(fails_to_load, 4, tiny.checkpoint("mixtral")):
+        assert outcome.seconds < 30
+        if outcome.rank == FAILING_RANK:
+            assert "FileNotFoundError: no weights here" in outcome.error
+        else:
+            assert (outcome.status, outcome.exitcode) == ("died", 1)
+            told = "rank 1 reports: the engine's start failed: FileNotFoundError('no weights here')"
+            assert f"[FAIL] rank={outcome.rank} ended: waits in load_model #" in outcome.output
+            assert told in outcome.output
+
+
 def left_in_shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir()}
 

@@ -167,7 +167,8 @@ class Diagnosis:
             if busy and not self._alarm and (dead := self._who_is_gone(places, record)):
                 self._alarm_all(dead)
             if self._alarm:
-                self._report(self._alarm)
+                if busy:
+                    self._report(self._alarm)
                 observer.give_up(self._alarm)
                 overdue = overdue + 1 if busy else 0
                 if overdue * _POLL_S >= _LET_GO_S:
@@ -313,6 +314,17 @@ def uninstall() -> None:
     if _installed is not None:
         _installed.stop()
         _installed = None
+
+
+@contextmanager
+def telling(what: str) -> Iterator[None]:
+    """Where ``what``, which all ranks do together, fails on this one, the others hear of it."""
+    try:
+        yield
+    except BaseException as error:
+        if _installed is not None:
+            _installed.fail(f"{what} failed: {error!r}")
+        raise
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from vllm.tokenizers import get_tokenizer
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.debug import watchdog
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.request import Request, RequestStatus
@@ -73,11 +74,12 @@ class LLMEngine:
         self.worker = Worker(vllm_config)
         self.worker.init_device()
         self.worker.check_settings(generation_config)
-        self.worker.load_model()
-        available = self.worker.determine_available_memory()
-        kv_cache_config = get_kv_cache_config(self.worker.get_kv_cache_specs(), available, vllm_config)
-        self.worker.initialize_kv_cache(kv_cache_config)
-        self.scheduler = Scheduler(vllm_config, kv_cache_config)
+        with watchdog.telling("the engine's start"):
+            self.worker.load_model()
+            available = self.worker.determine_available_memory()
+            kv_cache_config = get_kv_cache_config(self.worker.get_kv_cache_specs(), available, vllm_config)
+            self.worker.initialize_kv_cache(kv_cache_config)
+            self.scheduler = Scheduler(vllm_config, kv_cache_config)
         self.is_torn = False  # a step has begun and not ended
         self.stats = EngineStats()
         self._logged = (time.monotonic(), EngineStats())
