@@ -74,6 +74,29 @@ def test_engine_stall_and_idle_engine() -> None:
         assert "model.layers.1" in after
 
 
+def in_a_circle() -> None:
+    """Three ranks, each in a collective that the next one does not come to."""
+    import torch
+
+    from vllm.distributed import get_dp_group, get_ep_group, get_tp_group, get_world_group
+
+    faulty_runs.start_groups()
+    groups = [get_world_group(), get_tp_group(), get_ep_group(), get_dp_group()]
+    with watchdog.running(0, 0):
+        group = groups[int(os.environ["RANK"])]
+        group.all_reduce(torch.ones(1))
+
+
+def test_ranks_that_wait_for_each_other_are_told_at_once() -> None:
+    """TP {0, 1} and {2, 3}, DP {0, 2} and {1, 3}: 0 waits for all, 1 for 0 in TP, 2 for all in EP, 3 for 1 in DP."""
+    outcomes = launcher.rank_outcomes(in_a_circle, 4, deadline_s=30)
+    for outcome in outcomes:
+        assert outcome.status == "raised"
+        assert outcome.seconds < 15
+        circle = r"ranks wait for each other: rank \d waits in all_reduce #0 of \w+:\d .* for rank \d; rank \d wa"
+        assert re.search(circle, outcome.error), outcome.error
+
+
 def slow_but_moving(seconds: float, limit_s: float) -> bool:
     """A step of ``seconds`` in which only the layer's name changes; True when it came to its end."""
     guard = watchdog.Diagnosis(Ledger(0, 1, "run"), stall_timeout_s=limit_s)

@@ -9,11 +9,12 @@ dead peer from its backend only.
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,7 @@ _GRACE_S = 6 * _POLL_S
 # After a failure elsewhere a rank's host leaves a collective within half a second; this is for what it cannot leave.
 _LET_GO_S = 4.0
 _CAUSE_S = 1.0
+_CIRCLE_S = 3.0
 _SILENT_S = 2.0
 _TELL_AFTER_S, _TELL_AGAIN_S = 10.0, 60.0
 _SHOWN = 20
@@ -148,7 +150,8 @@ class Diagnosis:
             doing = f"waits in {describe(record)}"
         elif self._step_runs:
             doing = f"computes in step {step}, layer {forward_context.current_layer or 'none'}"
-        return {"doing": doing, "moves": self.ledger.events, "entered": observer.entered()}
+        waits = None if record is None else (record.group, record.seq, record.ranks)
+        return {"doing": doing, "waits": waits, "moves": self.ledger.events, "entered": observer.entered()}
 
     def _watch(self) -> None:
         # Time is counted in polls: a process that was suspended has not stalled.
@@ -185,7 +188,11 @@ class Diagnosis:
             patience = self.stall_timeout_s + (_GRACE_S if record is not None and self.peers else 0)
             if not self._step_runs:
                 patience = max(patience, envs.VLLM_LOAD_TIMEOUT_S)
-            if self.stall_timeout_s > 0 and patience <= self._still * _POLL_S and not self._alarm:
+            if self._alarm:
+                continue
+            if self._still * _POLL_S >= _CIRCLE_S and (circle := self._circle(places)):
+                self._alarm_all(circle)
+            elif self.stall_timeout_s > 0 and patience <= self._still * _POLL_S:
                 reason = self._stall(record, places)
                 if record is None:
                     self._report(reason)
@@ -202,14 +209,31 @@ class Diagnosis:
         return places
 
     @staticmethod
-    def _missing(record: CollectiveRecord, places: Mapping[int, dict[str, Any]]) -> list[int]:
-        """Who of ``places`` has not entered the collective."""
-        ranks = [rank for rank in record.ranks if rank in places and "entered" in places[rank]]
-        return [rank for rank in ranks if places[rank]["entered"].get(record.group, 0) <= record.seq]
+    def _missing(waits: tuple[str, int, Sequence[int]], places: Mapping[int, dict[str, Any]]) -> list[int]:
+        """Who of ``places`` has not entered the collective: group, number in it, ranks."""
+        group, seq, ranks = waits
+        return [rank for rank in ranks if rank in places and places[rank]["entered"].get(group, 0) <= seq]
+
+    def _circle(self, places: Mapping[int, dict[str, Any]]) -> str:
+        """Ranks that wait for each other, this one among them: nobody will ever move. Empty where there are none."""
+        me, told = self.ledger.rank, {**places, self.ledger.rank: self._place()}
+        waited_by, queue = dict[int, int](), [me]
+        for rank in queue:
+            for other in self._missing(told[rank]["waits"], told) if told[rank]["waits"] else ():
+                if other == me:
+                    path = [me, rank]
+                    while path[-1] != me:
+                        path.append(waited_by[path[-1]])
+                    steps = [f"rank {b} {told[b]['doing']} for rank {a}" for a, b in itertools.pairwise(path)]
+                    return f"ranks wait for each other: {'; '.join(reversed(steps))}"
+                if other not in waited_by:
+                    waited_by[other] = rank
+                    queue.append(other)
+        return ""
 
     def _whom_for(self, record: CollectiveRecord | None, places: Mapping[int, dict[str, Any]]) -> str:
         """In what this rank waits for whom, and what they do; empty where it waits for nobody."""
-        if record is None or not (missing := self._missing(record, places)):
+        if record is None or not (missing := self._missing((record.group, record.seq, record.ranks), places)):
             return ""
         parts = []
         for rank in missing:
@@ -221,7 +245,7 @@ class Diagnosis:
 
     def _who_is_gone(self, places: Mapping[int, dict[str, Any]], record: CollectiveRecord | None) -> str:
         """The first rank that will never come: its process is gone, or it has left while this rank waits for it."""
-        missing = [] if record is None else self._missing(record, places)
+        missing = [] if record is None else self._missing((record.group, record.seq, record.ranks), places)
         for rank in missing:
             if places[rank].get("left"):
                 return f"rank {rank} has left the run: it {places[rank]['doing']}"
