@@ -53,8 +53,10 @@ class Board:
         self.store.set(f"alive/{self.rank}", json.dumps({"time": time.time(), **place}))
 
     def places(self, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """What each of ``ranks`` last told; those that have told nothing are missing."""
-        return {rank: json.loads(text) for rank in ranks if (text := self.read(f"alive/{rank}"))}
+        """What each of ``ranks`` last told; empty until all have told something."""
+        keys = [f"alive/{rank}" for rank in ranks]
+        texts = self.store.multi_get(keys) if keys and self.store.check(keys) else []
+        return {rank: json.loads(text) for rank, text in zip(ranks, texts, strict=False)}
 
 
 class ConsensusGuard:
