@@ -97,6 +97,26 @@ def test_ranks_that_wait_for_each_other_are_told_at_once() -> None:
         assert re.search(circle, outcome.error), outcome.error
 
 
+def test_progress_of_another_rank_is_progress() -> None:
+    """A step of several layers takes longer than the limit, each layer less: those that wait do not stall either."""
+    outcomes = launcher.rank_outcomes(slow_layers, 2, env={"VLLM_STALL_TIMEOUT_S": "1.5"})
+    assert [outcome.status for outcome in outcomes] == ["ok", "ok"], [o.error + o.output for o in outcomes]
+
+
+def slow_layers() -> None:
+    import torch
+
+    from vllm.distributed import get_world_group
+
+    faulty_runs.start_groups()
+    with watchdog.running(0, 0):
+        for layer in range(6 * int(os.environ["RANK"])):
+            forward_context.set_current_layer(f"layers.{layer}")
+            time.sleep(0.8)
+        get_world_group().all_reduce(torch.ones(1))
+    watchdog.uninstall()
+
+
 def slow_but_moving(seconds: float, limit_s: float) -> bool:
     """A step of ``seconds`` in which only the layer's name changes; True when it came to its end."""
     guard = watchdog.Diagnosis(Ledger(0, 1, "run"), stall_timeout_s=limit_s)

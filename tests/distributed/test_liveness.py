@@ -80,29 +80,6 @@ def test_25_seconds_with_every_limit_as_shipped(tp: int, dp: int, ep: bool, slow
     check_slow_rank(tp, dp, ep, slow, 25)
 
 
-def test_progress_of_another_rank_is_progress() -> None:
-    """A step of several layers takes longer than the limit, each layer less: those that wait do not stall either."""
-    outcomes = launcher.rank_outcomes(slow_layers, 2, env={"VLLM_STALL_TIMEOUT_S": "1.5"})
-    assert [outcome.status for outcome in outcomes] == ["ok", "ok"], [o.error + o.output for o in outcomes]
-
-
-def slow_layers() -> None:
-    import faulty_runs
-    import torch
-
-    from vllm.distributed import get_world_group
-    from vllm.forward_context import set_current_layer
-    from vllm.v1.debug import watchdog
-
-    faulty_runs.start_groups()
-    with watchdog.running(0, 0):
-        for layer in range(6 * rank_checks.own_rank()):
-            set_current_layer(f"layers.{layer}")
-            time.sleep(0.8)
-        get_world_group().all_reduce(torch.ones(1))
-    watchdog.uninstall()
-
-
 def dies_unwatched(folder: str) -> None:
     llm = made(folder, 2, 2)
     if rank_checks.own_rank() == SLOW_RANK:
