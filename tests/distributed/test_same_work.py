@@ -99,10 +99,10 @@ DIFFERENT: dict[str, Any] = {
     "architecture": "Other", "dtype": "bfloat16", "max_model_len": 100, "seed": 7, "trust_remote_code": True,
     "skip_tokenizer_init": False, "tokenizer_mode": "slow", "revision": "r", "tokenizer_revision": "r",
     "load_format": "safetensors", "max_logprobs": 3, "block_size": 8, "num_gpu_blocks_override": 41,
-    "enable_prefix_caching": True, "cache_dtype": "fp8", "tensor_parallel_size": 4, "data_parallel_size": 4,
-    "enable_expert_parallel": False, "distributed_executor_backend": "external_launcher", "max_num_batched_tokens": 32,
+    "enable_prefix_caching": False, "cache_dtype": "fp8", "tensor_parallel_size": 4, "data_parallel_size": 4,
+    "enable_expert_parallel": True, "distributed_executor_backend": "external_launcher", "max_num_batched_tokens": 32,
     "max_num_seqs": 3, "enable_chunked_prefill": False, "async_scheduling": True, "cudagraph_mode": 1,
-    "cudagraph_capture_sizes": (8,), "hf_config": "rms_norm_eps", "model": "another", "tokenizer": "another",
+    "cudagraph_capture_sizes": (8,), "hf_config": "rms_norm_eps", "model": "another", "tokenizer": "org/other",
     "generation_config": {"eos_token_id": [5]}, "VLLM_ATTENTION_BACKEND": "TORCH_PAGED", "VLLM_CPU_KERNELS": "0",
 }  # fmt: skip
 OWN = {"gpu_memory_utilization": 0.5, "kv_cache_memory_bytes": 1 << 20, "served_model_name": "x"}
