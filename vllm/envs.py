@@ -51,7 +51,10 @@ VARIABLES: dict[str, tuple[Callable[[], Any], str]] = {
     "VLLM_CPU_KVCACHE_SPACE": (_number("VLLM_CPU_KVCACHE_SPACE", 0), "KV cache size on CPU in GiB; 0 = by free memory"),
     "VLLM_CPU_KERNELS": (_switch("VLLM_CPU_KERNELS", True), "0 runs the plain torch twins of the C++ CPU kernels"),
     "VLLM_CPU_AMX": (_switch("VLLM_CPU_AMX", True), "0 keeps bfloat16 off the processor's matrix unit"),
-    "VLLM_COLLECTIVE_TIMEOUT_S": (_number("VLLM_COLLECTIVE_TIMEOUT_S", 20.0), "seconds until a collective gives up"),
+    "VLLM_COLLECTIVE_TIMEOUT_S": (
+        _number("VLLM_COLLECTIVE_TIMEOUT_S", 7200.0),
+        "seconds until the backend itself ends a wait",
+    ),
     "VLLM_LOAD_TIMEOUT_S": (_number("VLLM_LOAD_TIMEOUT_S", 1800.0), "seconds that ranks wait for the slowest to load"),
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": (
         _switch("VLLM_ALLOW_LONG_MAX_MODEL_LEN", False),
@@ -70,8 +73,8 @@ VARIABLES: dict[str, tuple[Callable[[], Any], str]] = {
     "VLLM_DP_PAD_TO_MAX": (_switch("VLLM_DP_PAD_TO_MAX", None), "pad every DP rank to the largest token count"),
     "VLLM_ORDERED_SUMS": (_switch("VLLM_ORDERED_SUMS", None), "sum over ranks in rank order"),
     "VLLM_DEBUG_NAN": (_text("VLLM_DEBUG_NAN"), "tell the first NaN and whose it is: 0, 1, raise or abort"),
-    # Above VLLM_COLLECTIVE_TIMEOUT_S, after which ranks that wait for another give up: this is for all other stalls.
-    "VLLM_STALL_TIMEOUT_S": (_number("VLLM_STALL_TIMEOUT_S", 120.0), "seconds until a step that stands still is ended"),
+    # Half an hour: a slow peer (its data, its compiler, a long step) takes minutes, and more costs idle machines.
+    "VLLM_STALL_TIMEOUT_S": (_number("VLLM_STALL_TIMEOUT_S", 1800.0), "seconds without any progress that end a run"),
     "VLLM_TRACE_COLLECTIVES": (_text("VLLM_TRACE_COLLECTIVES"), "1 prints each; a folder gets vllm doctor's ledgers"),
     "VLLM_CHECK_COLLECTIVES": (_switch("VLLM_CHECK_COLLECTIVES", False), "compare each between ranks before it runs"),
     "VLLM_MOE_BARRIER": (_switch("VLLM_MOE_BARRIER", None), "device barrier before each MoE collective"),

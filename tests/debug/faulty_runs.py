@@ -72,9 +72,8 @@ def run(fault: str, num_steps: int = 6, max_delay_s: float = 0.0, linger_s: floa
 
 
 def outcomes_of(fault: str, world_size: int, timeout_s: float = 2.0, **env: str) -> list[launcher.RankOutcome]:
-    # The sleeper has no launcher here that would end it, so its own watchdog does.
-    variables = {"VLLM_COLLECTIVE_TIMEOUT_S": str(timeout_s), "VLLM_STALL_TIMEOUT_S": str(timeout_s + 2)}
-    variables |= {"TORCH_CPP_LOG_LEVEL": "FATAL", **env}
+    """``timeout_s``: how long a rank may stand still."""
+    variables = {"VLLM_STALL_TIMEOUT_S": str(timeout_s), "TORCH_CPP_LOG_LEVEL": "FATAL", **env}
     return launcher.rank_outcomes(run, world_size, fault, deadline_s=20, env=variables)
 
 

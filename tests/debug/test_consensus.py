@@ -19,15 +19,16 @@ from vllm.v1.debug.ledger import agreed_fields, disagreements
 
 pytestmark = pytest.mark.multiprocess
 
-LEFT = r"1, not there after 2 s\..*Rank 1 left reduce_scatterv #\d+ of ep:0 \(step 3, layer layers.0.mlp\) at [\d:.]+"
+WAITS = r"rank 0 waits in all_reduce #\d+ of [et]p:0 \(step 3, layer layers.1.mlp\) for rank 1, but rank 1 "
 NAMED = {
     "skips a step": r"the ranks of dp:\d disagree on collective #3: step: (3 on rank 0, 4|4 on rank 1, 3) on rank",
     "swaps two collectives": r"the ranks of [et]p:0 disagree on collective #\d+: "
     r'layer: "layers.0.mlp" on ranks? (0|0, 2, 3), "layers.1.mlp" on rank 1\b',
     "gathers another size": r"the ranks of ep:0 disagree on collective #\d+: "
     r"sizes: \[3, 4.* on ranks? (0|0, 2, 3), \[3, 5.* on rank 1\b",
-    "sleeps for ever": LEFT + "; it is alive",
-    "dies": LEFT + r"; it is silent for [\d.]+ s, so dead or stopped",
+    "sleeps for ever": WAITS
+    + "reports: no progress for VLLM_STALL_TIMEOUT_S=2 s in step 3, layer layers.1.mlp, outside",
+    "dies": WAITS + r"is gone: its process \d+ has ended",
 }
 
 
@@ -43,6 +44,13 @@ def test_fault_is_named_and_all_ranks_stop(fault: str, world_size: int) -> None:
         if outcome.rank != faulty_runs.FAULTY_RANK:
             assert outcome.status == "raised"
             assert "ConsensusError" in outcome.error
+
+
+def test_a_rank_that_does_not_come_is_placed() -> None:
+    env = {"VLLM_CHECK_COLLECTIVES": "1", "VLLM_COLLECTIVE_TIMEOUT_S": "1.5"}
+    told = faulty_runs.told_by(faulty_runs.outcomes_of("sleeps for ever", 2, 60, **env))[0]
+    left = r"1, not there after 1.5 s\..*Rank 1 left reduce_scatterv #\d+ of ep:0 \(step 3, layer layers.0.mlp\) at "
+    assert re.search(left + r"[\d:.]+; it is alive", told), told
 
 
 def swap_under_torch_detail() -> float:

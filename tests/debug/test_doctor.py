@@ -28,7 +28,7 @@ NAMED = {
     "swaps two collectives": r'disagree on all_reduce #\d+ of [et]p:0 .*: layer: "layers.0.mlp" on ranks? .*'
     r'"layers.1.mlp" on rank 1\b',
     "gathers another size": r"disagree on all_gatherv #\d+ of ep:0 .*: sizes: .*\[3, 5.* on rank 1\b",
-    "sleeps for ever": rf"{WAIT}{LEFT}entered none since; it stalled: no progress for VLLM_STALL_TIMEOUT_S=4 s",
+    "sleeps for ever": rf"{WAIT}{LEFT}entered none since; it stalled: no progress for VLLM_STALL_TIMEOUT_S=2 s",
     "dies": rf"{WAIT}{LEFT}entered none since; it fell silent [\d.]+ s before the others: dead or stopped",
 }
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 
 import faulty_runs
@@ -20,10 +21,11 @@ pytestmark = pytest.mark.multiprocess
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_every_rank_prints_where_it_is_and_ends(world_size: int) -> None:
-    """The collectives would wait for 60 s, the watchdog does not."""
-    outcomes = faulty_runs.outcomes_of("sleeps for ever", world_size, timeout_s=60, VLLM_STALL_TIMEOUT_S="2")
+    """The collectives would wait for hours, the watchdog does not. Who waits in one gets an exception."""
+    outcomes = faulty_runs.outcomes_of("sleeps for ever", world_size)
     for outcome in outcomes:
-        assert (outcome.status, outcome.exitcode) == ("died", 1)
+        slept = outcome.rank == faulty_runs.FAULTY_RANK
+        assert (outcome.status, outcome.exitcode) == (("died", 1) if slept else ("raised", 0))
         assert outcome.seconds < 10
         assert outcome.output.count("[STALL] stacks of all threads") == 1
         assert outcome.output.count(f"[STALL] rank={outcome.rank} ") == 1
@@ -34,13 +36,15 @@ def test_every_rank_prints_where_it_is_and_ends(world_size: int) -> None:
 
 
 def test_sleeper_prints_when_the_others_give_up() -> None:
-    """Its own limit is far; it hears from the ranks whose collective timed out."""
-    outcomes = faulty_runs.outcomes_of("sleeps for ever", 2, timeout_s=2)
+    """Its own limit is far; it hears from the ranks whose backend gave up, and is ended."""
+    outcomes = faulty_runs.outcomes_of("sleeps for ever", 2, 60, VLLM_COLLECTIVE_TIMEOUT_S="1.5")
     assert outcomes[0].status == "raised"
     sleeper = outcomes[1].output
     assert "[STALL] rank=1 rank 0 reports: " in sleeper
     assert "failed" in sleeper
     assert "time.sleep" in sleeper or "run_step" in sleeper
+    assert (outcomes[1].status, outcomes[1].exitcode) == ("died", 1)
+    assert re.search(r"\[FAIL\] rank=1 ended: computes in step 3, layer layers.1.mlp 4 s after rank 0 reports", sleeper)
 
 
 def engine_sleeps(folder: str) -> None:
@@ -63,11 +67,54 @@ def engine_sleeps(folder: str) -> None:
 def test_engine_stall_and_idle_engine() -> None:
     env = {"VLLM_STALL_TIMEOUT_S": "2"}
     for outcome in launcher.rank_outcomes(engine_sleeps, 2, tiny.checkpoint("mixtral"), deadline_s=60, env=env):
-        assert (outcome.status, outcome.exitcode) == ("died", 1), outcome.error
+        assert outcome.status == ("died" if outcome.rank == 1 else "raised"), outcome.error
         before, after = outcome.output.split("second run")
         assert "[STALL]" not in before, "an idle engine is no stall"
         assert f"[STALL] rank={outcome.rank} " in after
         assert "model.layers.1" in after
+
+
+def in_a_circle() -> None:
+    """Three ranks, each in a collective that the next one does not come to."""
+    import torch
+
+    from vllm.distributed import get_dp_group, get_ep_group, get_tp_group, get_world_group
+
+    faulty_runs.start_groups()
+    groups = [get_world_group(), get_tp_group(), get_ep_group(), get_dp_group()]
+    with watchdog.running(0, 0):
+        group = groups[int(os.environ["RANK"])]
+        group.all_reduce(torch.ones(1))
+
+
+def test_ranks_that_wait_for_each_other_are_told_at_once() -> None:
+    """TP {0, 1} and {2, 3}, DP {0, 2} and {1, 3}: 0 waits for all, 1 for 0 in TP, 2 for all in EP, 3 for 1 in DP."""
+    outcomes = launcher.rank_outcomes(in_a_circle, 4, deadline_s=30)
+    for outcome in outcomes:
+        assert outcome.status == "raised"
+        assert outcome.seconds < 15
+        circle = r"ranks wait for each other: rank \d waits in all_reduce #0 of \w+:\d .* for rank \d; rank \d wa"
+        assert re.search(circle, outcome.error), outcome.error
+
+
+def test_progress_of_another_rank_is_progress() -> None:
+    """A step of several layers takes longer than the limit, each layer less: those that wait do not stall either."""
+    outcomes = launcher.rank_outcomes(slow_layers, 2, env={"VLLM_STALL_TIMEOUT_S": "1.5"})
+    assert [outcome.status for outcome in outcomes] == ["ok", "ok"], [o.error + o.output for o in outcomes]
+
+
+def slow_layers() -> None:
+    import torch
+
+    from vllm.distributed import get_world_group
+
+    faulty_runs.start_groups()
+    with watchdog.running(0, 0):
+        for layer in range(6 * int(os.environ["RANK"])):
+            forward_context.set_current_layer(f"layers.{layer}")
+            time.sleep(0.8)
+        get_world_group().all_reduce(torch.ones(1))
+    watchdog.uninstall()
 
 
 def slow_but_moving(seconds: float, limit_s: float) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import types
 import warnings
 from datetime import timedelta
 from typing import Any
@@ -265,7 +266,12 @@ def test_sums_of_two_are_rounded_once() -> None:
 
 def test_case_24_barriers_name_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(dist, "barrier", lambda group=None, device_ids=None: seen.append(device_ids))
+
+    def barrier(group: Any = None, device_ids: Any = None, async_op: bool = False) -> Any:
+        seen.append(device_ids)
+        return types.SimpleNamespace(wait=lambda timeout: True)
+
+    monkeypatch.setattr(dist, "barrier", barrier)
     for cls in (XpuCommunicator, CudaCommunicator, CpuCommunicator):
         comm = cls(None)
         comm.world_size = 2

@@ -153,8 +153,9 @@ def _steps(tp: int, num_steps: int) -> list[DPAgreement]:
         for step in range(num_steps):
             tokens = _load(group.rank_in_group, step)
             agreements.append(coordinate_batch_across_dp(tokens, step=step, has_unfinished=step < num_steps - 1))
-    assert len(ledger.records) == num_steps  # one reduction a step
-    assert {(r.op, r.dtypes, r.group[:2]) for r in ledger.records} == {("coordinate_batch_across_dp", ("int32",), "dp")}
+    # One reduction a step, and one over TP where there are TP ranks to compare.
+    ops = [("compare_work_across_tp", ("int32",), "tp")] * (tp > 1) + [("coordinate_batch_across_dp", ("int32",), "dp")]
+    assert [(r.op, r.dtypes, r.group[:2]) for r in ledger.records] == ops * num_steps
     return agreements
 
 

@@ -295,6 +295,7 @@ def test_collectives_and_bytes_per_layer(tp: int, dp: int) -> None:
         collectives_of_a_step, tp * dp, tiny.checkpoint("mixtral"), tp, dp
     ):
         assert counts.pop("dp/coordinate_batch_across_dp") == 1
+        assert counts.pop("tp/compare_work_across_tp", 0) == (tp > 1)
         assert sum(counts.pop(f"{group}/all_gatherv", 0) for group in ("ep", "dp")) == layers
         assert counts.pop("ep/reduce_scatterv") == layers
         if tp == 1:

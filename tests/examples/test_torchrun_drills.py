@@ -20,7 +20,7 @@ from faulty_example import FAULTY_RANK, FAULTY_STEP
 pytestmark = pytest.mark.multiprocess
 
 SCRIPT = Path(__file__).with_name("faulty_example.py")
-TIMEOUT_S = 6
+STALL_S = 6
 MARK = "VLLM_TEST_DRILL"
 
 
@@ -52,7 +52,7 @@ def test_a_failing_rank_ends_the_run(fault: str, drill: str, dense_folder: str) 
     options = ["--max-model-len", "64", "--kv-cache-memory-bytes", str(1 << 24)]
     done = subprocess.run(
         [*torchrun(4), str(SCRIPT), fault, *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "VLLM_COLLECTIVE_TIMEOUT_S": str(TIMEOUT_S), MARK: drill},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "VLLM_STALL_TIMEOUT_S": str(STALL_S), MARK: drill},
         capture_output=True,
         text=True,
         timeout=300,
@@ -66,6 +66,8 @@ def test_a_failing_rank_ends_the_run(fault: str, drill: str, dense_folder: str) 
     # torchrun tells which rank went first, the engine what the others waited for
     if fault != "stalls":
         assert re.search(rf"rank\s*: {FAULTY_RANK} ", done.stderr), done.stderr[-4000:]
+    else:
+        assert f"rank {FAULTY_RANK} reports: no progress for VLLM_STALL_TIMEOUT_S={STALL_S} s" in done.stderr
     named = re.findall(r"\[FAIL\] rank=(\d) failed: (\w+) #\d+ of ep:0 \(step (\d+), layer \S+\) failed", done.stderr)
     assert any(int(rank) != FAULTY_RANK and int(step) >= FAULTY_STEP for rank, _, step in named), done.stderr[-4000:]
     assert processes_of(drill) == []

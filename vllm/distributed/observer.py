@@ -4,17 +4,22 @@
 An observer sees each collective before and after it runs: a ledger, a stall watchdog, a consensus check, or a test
 that delays ranks at random. Without one, a collective costs one counter increment more than the bare call. A failed
 or timed-out collective leaves here as :class:`CollectiveError`, which names rank, group, operation, step and layer.
+
+A peer is waited for as long as it takes. What ends the waiting is :func:`give_up`: the run is lost, with the reason.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.distributed import ProcessGroup, Work
 
 from vllm import envs, forward_context
 
@@ -81,6 +86,8 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 _observer: CollectiveObserver | None = None
 _seq: Counter[str] = Counter()
+_lost = ""
+_PIECE = timedelta(seconds=0.5)
 
 
 def set_collective_observer(observer: CollectiveObserver | None) -> CollectiveObserver | None:
@@ -96,7 +103,45 @@ def get_collective_observer() -> CollectiveObserver | None:
 
 def reset_sequence_numbers() -> None:
     """Start every group's count anew; called when the groups are destroyed."""
+    global _lost
     _seq.clear()
+    _lost = ""
+
+
+def entered() -> Mapping[str, int]:
+    """Group → how many of its collectives this rank has begun."""
+    return dict(_seq)
+
+
+def give_up(reason: str) -> None:
+    """The run is lost: no collective begins any more, and one that the host waits in fails; the first reason stays."""
+    global _lost
+    _lost = _lost or reason
+
+
+def lost() -> str:
+    """Why the run is lost; empty while it is not."""
+    return _lost
+
+
+def wait_for(work: Work, group: ProcessGroup | None) -> None:
+    """Wait until a host collective has ended, for as long as its peers take, unless :func:`give_up` is called.
+
+    Raises ``RuntimeError`` from the backend, or because the run was given up.
+    """
+    while True:
+        try:
+            work.wait(_PIECE)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                work.wait()  # it may have ended just after the piece did
+                return
+        if _lost:
+            # The backend's thread stays in the operation, and whoever frees the group would wait for that thread.
+            for kept in (work, group):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+            raise RuntimeError("the run was given up")
 
 
 class record_collective:
@@ -142,6 +187,10 @@ class record_collective:
         self._seq = _seq[group]
         _seq[group] += 1
         self._watcher = _observer
+        if _lost:
+            record = self._record()
+            where = f"{record.op} #{record.seq} of group {record.group}, step {record.step}"
+            raise CollectiveError(f"rank {record.rank}: {where}, does not begin: the run is lost: {_lost}", record)
         if self._watcher is not None:
             self._token = self._watcher.before(self._record())
 
@@ -150,10 +199,13 @@ class record_collective:
             self._watcher.after(self._token, error)
         if isinstance(error, (RuntimeError, ValueError)):
             r = self._record()
+            why = _lost or (
+                f"{error}. Another rank died, left the lockstep or took longer than the backend's deadline "
+                f"VLLM_COLLECTIVE_TIMEOUT_S={envs.VLLM_COLLECTIVE_TIMEOUT_S:g}; look for the rank that reports an "
+                "error of its own"
+            )
             raise CollectiveError(
                 f"rank {r.rank}: collective {r.op} #{r.seq} ({r.path}, sizes={r.sizes}, shapes={list(r.shapes)}) of "
-                f"group {r.group} (ranks {list(r.ranks)}) failed in step {r.step}, layer {r.layer or 'none'}: {error}. "
-                "Another rank died, left the lockstep or was slower than VLLM_COLLECTIVE_TIMEOUT_S="
-                f"{envs.VLLM_COLLECTIVE_TIMEOUT_S:g}; look for the rank that reports an error of its own",
+                f"group {r.group} (ranks {list(r.ranks)}) failed in step {r.step}, layer {r.layer or 'none'}: {why}",
                 r,
             ) from error

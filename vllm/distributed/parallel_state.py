@@ -9,7 +9,7 @@ a process group: every group has one rank and every collective is the identity.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -25,7 +25,7 @@ from vllm.distributed.device_communicators.base_device_communicator import Devic
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 from vllm.distributed.device_communicators.xpu_communicator import XpuCommunicator
-from vllm.distributed.observer import record_collective
+from vllm.distributed.observer import record_collective, wait_for
 from vllm.logger import init_logger
 from vllm.platforms import Platform
 
@@ -37,7 +37,12 @@ _RENDEZVOUS_S = 120.0
 
 
 def collective_timeout() -> timedelta:
-    """The deadline of every collective of every group (``VLLM_COLLECTIVE_TIMEOUT_S``)."""
+    """The backends' own deadline of every collective of every group (``VLLM_COLLECTIVE_TIMEOUT_S``).
+
+    Waiting for a slow peer is no failure, so this is only for runs that nothing watches: the watchdog ends a dead run
+    within seconds and a silent one after ``VLLM_STALL_TIMEOUT_S``. Gloo counts from the call, NCCL and XCCL from the
+    moment of queueing, which may be much earlier.
+    """
     return timedelta(seconds=envs.VLLM_COLLECTIVE_TIMEOUT_S)
 
 
@@ -112,19 +117,18 @@ class GroupCoordinator:
         """Sum a host tensor over the CPU twin, in place; returns it. ``op`` names it in the ledger."""
         if self.world_size > 1:
             with record_collective(op, self.unique_name, self.ranks, self.rank, [input_]):
-                dist.all_reduce(input_, group=self.cpu_group)
+                wait_for(dist.all_reduce(input_, group=self.cpu_group, async_op=True), self.cpu_group)
         return input_
 
     def cpu_barrier(self) -> None:
         if self.world_size > 1:
             with record_collective("cpu_barrier", self.unique_name, self.ranks, self.rank):
-                dist.barrier(group=self.cpu_group)
+                wait_for(dist.barrier(group=self.cpu_group, async_op=True), self.cpu_group)
 
     def wait_for_all(self, what: str, timeout_s: float) -> None:
         """Wait until every rank has come here, for phases that take ranks very different times (``what``: loading).
 
-        Other collectives give up after ``VLLM_COLLECTIVE_TIMEOUT_S``; this one after ``timeout_s``, naming who is
-        missing.
+        Gives up after ``timeout_s``, naming who is missing.
         """
         if self.world_size > 1:
             with record_collective(what, self.unique_name, self.ranks, self.rank):
@@ -341,7 +345,7 @@ def initialize_model_parallel(
     check_world_size(world.world_size, tp, dp)
     if model_parallel_is_initialized():
         raise ValueError("the model parallel groups exist already: call destroy_model_parallel() first")
-    _check_same_on_all_ranks(world, tp, dp, enable_expert_parallel)
+    _check_same_layout(world, tp, dp, enable_expert_parallel)
     layouts = {
         "tp": [[d * tp + t for t in range(tp)] for d in range(dp)],
         "dp": [[d * tp + t for d in range(dp)] for t in range(tp)],
@@ -354,7 +358,7 @@ def initialize_model_parallel(
     ep.all2all_manager = AgRsAll2AllManager(ep, _groups["dp"], _groups["tp"], barrier=_platform.policies.moe_barrier)
 
 
-def _check_same_on_all_ranks(world: GroupCoordinator, tp: int, dp: int, enable_expert_parallel: bool) -> None:
+def _check_same_layout(world: GroupCoordinator, tp: int, dp: int, enable_expert_parallel: bool) -> None:
     """Sizes, policies and checks decide which collectives run, so a rank that differs would hang the others."""
     assert _platform is not None
     settings = {
@@ -365,11 +369,21 @@ def _check_same_on_all_ranks(world: GroupCoordinator, tp: int, dp: int, enable_e
         "VLLM_CHECK_COLLECTIVES": envs.VLLM_CHECK_COLLECTIVES,
         "VLLM_DEBUG_NAN": envs.VLLM_DEBUG_NAN or "0",
     }
-    everyones = world.all_gather_object(settings)
-    for name in settings:
-        values = [of[name] for of in everyones]
-        if any(value != values[0] for value in values):
-            raise ValueError(f"{name} differs between the ranks: {values} by rank; start all of them alike")
+    check_same_on_all_ranks(world, settings)
+
+
+def check_same_on_all_ranks(world: GroupCoordinator, settings: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` on every rank unless all have the same ``settings``, naming each that differs."""
+    everyones = world.all_gather_object(dict(settings))
+    names = dict.fromkeys(name for of in everyones for name in of)
+    values_of = {name: [of.get(name, "not set") for of in everyones] for name in names}
+    differing = [
+        f"{name} differs between the ranks: {values} by rank"
+        for name, values in values_of.items()
+        if any(value != values[0] for value in values)
+    ]
+    if differing:
+        raise ValueError(f"{'; '.join(differing)}; start all of them alike")
 
 
 def check_world_size(world_size: int, tensor_parallel_size: int, data_parallel_size: int) -> None:

@@ -4,23 +4,51 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from tqdm.auto import tqdm
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.chat_utils import load_chat_template, render_chat, split_conversations
 from vllm.inputs import PromptType, split_prompts
+from vllm.logger import init_logger
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.transformers_utils.config import HfOverrides, sampling_defaults
 from vllm.v1.engine.llm_engine import LLMEngine
+
+logger = init_logger(__name__)
+
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+
+def _joint(call: _Call) -> _Call:
+    """A call that all ranks make together. Where it fails on one rank, that rank first keeps step with the others.
+
+    So bad input costs the one who gave it: the others get their answers, and the error is raised here after that.
+    """
+
+    @functools.wraps(call)
+    def joint(self: LLM, *args: Any, **kwargs: Any) -> Any:
+        engine = self.llm_engine
+        since = engine.worker.num_steps
+        try:
+            return call(self, *args, **kwargs)
+        except BaseException as error:
+            if engine.vllm_config.parallel_config.world_size > 1 and not engine.is_torn:
+                logger.warning("%s failed on this rank, which keeps step with the others: %r", call.__name__, error)
+                with _interrupts_between_steps():
+                    engine.keep_step(since)
+            raise
+
+    return cast(_Call, joint)
 
 
 class LLM:
@@ -112,6 +140,7 @@ class LLM:
         """What ``generate`` uses where it is given none: the model's generation_config.json over the neutral values."""
         return SamplingParams(**sampling_defaults(self.llm_engine.generation_config))
 
+    @_joint
     def generate(
         self,
         prompts: PromptType | Sequence[PromptType],
@@ -145,6 +174,7 @@ class LLM:
             self.llm_engine.abort_request(request_ids)
             raise
 
+    @_joint
     def chat(
         self,
         messages: Sequence[Any],
@@ -210,7 +240,7 @@ class LLM:
         """Step until all ranks are done: a rank without requests takes part as long as another has some."""
         engine = self.llm_engine
         finished: dict[str, RequestOutput] = {}
-        in_step = engine.vllm_config.parallel_config.data_parallel_size > 1
+        in_step = engine.vllm_config.parallel_config.world_size > 1
         with _progress(len(request_ids), use_tqdm) as progress, _interrupts_between_steps() as raise_interrupt:
             while in_step or engine.has_unfinished_requests():
                 in_step = False
@@ -282,6 +312,11 @@ def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
     signal.signal(signal.SIGINT, hold)
     try:
         yield raise_pending
+    except Exception as error:
+        # The other ranks were interrupted too, and left before or after this one.
+        if pending:
+            raise KeyboardInterrupt from error
+        raise
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     raise_pending()

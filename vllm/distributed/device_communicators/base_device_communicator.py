@@ -13,13 +13,14 @@ Shape suffixes: W ranks of the group, N own rows, R rows of all ranks, M largest
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from vllm.distributed.observer import UNIFORM, VARIABLE, record_collective
+from vllm.distributed.observer import UNIFORM, VARIABLE, record_collective, wait_for
 
 # The into-tensor collectives carry new names from torch 2.13 on; the old ones warn there.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -97,6 +98,13 @@ class DeviceCommunicatorBase:
     ) -> record_collective:
         return record_collective(op, self.unique_name, self.ranks, self.global_rank, tensors, path=path, sizes=sizes)
 
+    def _run(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Run a collective of torch.distributed on the device group; a wait of the host can be given up."""
+        if self.device.type == "cpu":
+            wait_for(collective(*args, **kwargs, group=self.device_group, async_op=True), self.device_group)
+        else:
+            collective(*args, **kwargs, group=self.device_group)
+
     def _check_sizes(self, sizes: Sequence[int] | None, rows: int, *, is_total: bool) -> tuple[list[int], bool]:
         """The rows of each rank, and whether all are equal. ``rows``: own rows, or (``is_total``) of all ranks."""
         if sizes is None:
@@ -115,29 +123,25 @@ class DeviceCommunicatorBase:
         width = x_NB.shape[1]
         if uniform:
             out_RB = x_NB.new_empty((sum(sizes), width))
-            _all_gather_single(out_RB.view(-1), x_NB.reshape(-1), group=self.device_group)
+            self._run(_all_gather_single, out_RB.view(-1), x_NB.reshape(-1))
             return out_RB
         if self.ragged_by_exchange:
             out_RB = x_NB.new_empty((sum(sizes), width))
             own = x_NB.shape[0]
-            dist.all_to_all_single(
-                out_RB, x_NB.repeat(self.world_size, 1), sizes, [own] * self.world_size, group=self.device_group
-            )
+            self._run(dist.all_to_all_single, out_RB, x_NB.repeat(self.world_size, 1), sizes, [own] * self.world_size)
             return out_RB
         largest = max(sizes)
         padded_MB = x_NB.new_zeros((largest, width))
         padded_MB[: x_NB.shape[0]] = x_NB
         out_WMB = x_NB.new_empty((self.world_size, largest, width))
-        _all_gather_single(out_WMB.view(-1), padded_MB.view(-1), group=self.device_group)
+        self._run(_all_gather_single, out_WMB.view(-1), padded_MB.view(-1))
         return torch.cat([out_MB[:size] for out_MB, size in zip(out_WMB, sizes, strict=True)])
 
     def _exchange_and_sum(self, x_R: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         """``[R, ...]`` contiguous → the own ``[N, ...]``, summed in rank order."""
         own = sizes[self.rank_in_group]
         parts = x_R.new_empty((self.world_size * own, *x_R.shape[1:]))
-        dist.all_to_all_single(
-            _rows_as_bytes(parts), _rows_as_bytes(x_R), [own] * self.world_size, sizes, group=self.device_group
-        )
+        self._run(dist.all_to_all_single, _rows_as_bytes(parts), _rows_as_bytes(x_R), [own] * self.world_size, sizes)
         return self._ordered_sum(parts.view(self.world_size, own, *x_R.shape[1:]))
 
     @staticmethod
@@ -159,7 +163,7 @@ class DeviceCommunicatorBase:
             # Of two terms there is one order and one rounding, so the backend's own sum is the ordered one.
             if not self.ordered_sums or self.world_size == 2:
                 output = input_.clone(memory_format=torch.contiguous_format)
-                dist.all_reduce(output, group=self.device_group)
+                self._run(dist.all_reduce, output)
                 return output
             flat = input_.contiguous().view(-1)
             if flat.numel() * flat.element_size() < _TWO_PHASE_BYTES:
@@ -243,7 +247,7 @@ class DeviceCommunicatorBase:
                     to[: part.shape[0]] = part
                 x_R = padded.flatten(0, 1)
             output = x_R.new_empty((x_R.shape[0] // self.world_size, *x_R.shape[1:]))
-            _reduce_scatter_single(output, x_R, group=self.device_group)
+            self._run(_reduce_scatter_single, output, x_R)
             return output[:own].movedim(0, dim)
 
     def broadcast(self, input_: torch.Tensor, src: int = 0) -> torch.Tensor:
@@ -252,7 +256,7 @@ class DeviceCommunicatorBase:
             return input_
         flat = input_.contiguous().view(-1)
         with self._recorded("broadcast", [input_]):
-            dist.broadcast(flat.view(torch.uint8), src=self.ranks[src], group=self.device_group)
+            self._run(dist.broadcast, flat.view(torch.uint8), src=self.ranks[src])
         if flat.data_ptr() != input_.data_ptr():
             input_.copy_(flat.view(input_.shape))
         return input_
@@ -264,4 +268,4 @@ class DeviceCommunicatorBase:
         # Without device_ids the accelerators' backends guess an index from the global rank, which can hang.
         device_ids = [self.device.index or 0] if self.barrier_takes_device else None
         with self._recorded("barrier", ()):
-            dist.barrier(group=self.device_group, device_ids=device_ids)
+            self._run(dist.barrier, device_ids=device_ids)

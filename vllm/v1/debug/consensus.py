@@ -11,15 +11,20 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
 from vllm import envs
+from vllm.distributed import observer
 from vllm.distributed.observer import CollectiveError, CollectiveRecord
 from vllm.v1.debug.ledger import agreed_fields, clock, describe, disagreements, name_ranks
 
 _LONGEST_NAP_S = 0.02
+# The launcher's store answers in milliseconds; one that takes this long is gone.
+_ANSWER_S = 20.0
 
 
 class ConsensusError(CollectiveError):
@@ -31,10 +36,9 @@ class Board:
 
     def __init__(self, run: str, rank: int) -> None:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        timeout = timedelta(seconds=envs.VLLM_COLLECTIVE_TIMEOUT_S)
+        timeout = timedelta(seconds=_ANSWER_S)
         client = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
         self.store, self.rank = dist.PrefixStore(f"vllm-diagnosis-{run}", client), rank
-        self.show_life()
 
     def read(self, key: str) -> str:
         """Empty where nobody has written."""
@@ -44,8 +48,15 @@ class Board:
         """Tell every rank that the run is lost, and why; the first reason stays."""
         self.store.compare_set("alarm", "", f"rank {self.rank} reports: {reason}")
 
-    def show_life(self) -> None:
-        self.store.set(f"alive/{self.rank}", str(time.time()))
+    def show_life(self, place: Mapping[str, Any]) -> None:
+        """Tell the others that this rank lives and what it does (see ``watchdog.Diagnosis``)."""
+        self.store.set(f"alive/{self.rank}", json.dumps({"time": time.time(), **place}))
+
+    def places(self, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """What each of ``ranks`` last told; empty until all have told something."""
+        keys = [f"alive/{rank}" for rank in ranks]
+        texts = self.store.multi_get(keys) if keys and self.store.check(keys) else []
+        return {rank: json.loads(text) for rank, text in zip(ranks, texts, strict=False)}
 
 
 class ConsensusGuard:
@@ -58,8 +69,8 @@ class ConsensusGuard:
         """Return once every rank of the group is about to run this collective.
 
         Raises:
-            ConsensusError: the ranks differ, one did not come within ``VLLM_COLLECTIVE_TIMEOUT_S`` (before the first
-                step ``VLLM_LOAD_TIMEOUT_S``), or one has reported a failure; the message says who and how.
+            ConsensusError: the ranks differ, one has died or reported a failure, or one did not come within
+                ``VLLM_COLLECTIVE_TIMEOUT_S``; the message says who and how.
         """
         try:
             self._check(record)
@@ -90,22 +101,21 @@ class ConsensusGuard:
 
     def _wait_for(self, keys: list[str], record: CollectiveRecord) -> None:
         store, start, waited = self.board.store, time.monotonic(), 0.0
-        limit = envs.VLLM_COLLECTIVE_TIMEOUT_S if record.step >= 0 else envs.VLLM_LOAD_TIMEOUT_S
+        limit = envs.VLLM_COLLECTIVE_TIMEOUT_S
         while not store.check(keys):
             waited = time.monotonic() - start
-            # A rank that fails has told the board first; the others need not wait for it until the limit.
-            alarm = self.board.read("alarm") if waited > _LONGEST_NAP_S else ""
-            if alarm or waited > limit:
+            lost = observer.lost()
+            if lost or waited > limit:
                 missing = [rank for rank, key in zip(record.ranks, keys, strict=True) if not store.check([key])]
-                why = f"but {alarm}" if alarm else f"not there after {limit:g} s. {self._whereabouts(missing)}"
+                why = f"but {lost}" if lost else f"not there after {limit:g} s. {self._whereabouts(missing)}"
                 what = f"rank {record.rank} waits in {describe(record)} for {name_ranks(missing)}"
                 raise ConsensusError(f"{what}, {why}", record)
             time.sleep(min(waited / 4, _LONGEST_NAP_S))
 
     def _whereabouts(self, ranks: list[int]) -> str:
-        parts = []
+        parts, places = [], self.board.places(ranks)
         for rank in ranks:
-            silent = time.time() - float(self.board.read(f"alive/{rank}") or 0)
+            silent = time.time() - places[rank]["time"] if rank in places else 0.0
             life = f"silent for {silent:.1f} s, so dead or stopped" if silent > 1 else "alive"
             parts.append(f"Rank {rank} {self.board.read(f'at/{rank}') or 'was in no collective yet'}; it is {life}")
         return ". ".join(parts)

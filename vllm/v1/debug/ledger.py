@@ -125,6 +125,12 @@ class Ledger:
         about = {**self._about, "host": socket.gethostname(), "state": self.state[:300], "alive": time.time()}
         self._write(0, json.dumps(about).encode().ljust(self._line - 1))
 
+    @property
+    def current(self) -> CollectiveRecord | None:
+        """The collective that this rank is in."""
+        last = self.entries[-1] if self.entries else None
+        return last.record if last and last.end is None else None
+
     def close(self) -> None:
         self.show_life()
         if self._file is not None:

@@ -2,18 +2,22 @@
 """What watches a running engine: one observer of all collectives, and a thread that notices when nothing moves.
 
 ``VLLM_STALL_TIMEOUT_S`` keeps the watchdog, ``VLLM_TRACE_COLLECTIVES`` prints the collectives or writes the ledger,
-``VLLM_CHECK_COLLECTIVES`` adds the consensus check. With all three off there is no observer.
+``VLLM_CHECK_COLLECTIVES`` adds the consensus check. With all three off there is no observer, and a rank learns of a
+dead peer from its backend only.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import os
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -22,12 +26,21 @@ from vllm import envs, forward_context
 from vllm.distributed import observer
 from vllm.distributed.observer import CollectiveObserver, CollectiveRecord
 from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.logger import init_logger
 from vllm.v1.debug.consensus import Board, ConsensusGuard
-from vllm.v1.debug.ledger import Entry, Ledger, describe
+from vllm.v1.debug.ledger import Entry, Ledger, describe, name_ranks
+
+logger = init_logger(__name__)
 
 _POLL_S = 0.25
 # A rank that fails stays this long, so that the others print before the launcher ends them.
 _GRACE_S = 6 * _POLL_S
+# After a failure elsewhere a rank's host leaves a collective within half a second; this is for what it cannot leave.
+_LET_GO_S = 4.0
+_CAUSE_S = 1.0
+_CIRCLE_S = 3.0
+_SILENT_S = 2.0
+_TELL_AFTER_S, _TELL_AGAIN_S = 10.0, 60.0
 _SHOWN = 20
 
 
@@ -35,7 +48,9 @@ _SHOWN = 20
 class Diagnosis:
     """The observer of one rank; ``inner``, the one that was installed before, still sees everything.
 
-    A rank that fails says so on the board; each that reads it prints its last collectives and all stacks, once.
+    Its thread tells the others what this rank does, on the board, and reads what they do. A rank that fails says so
+    there; then each prints its last collectives and all stacks, once, and leaves the step: with an exception where its
+    host waits for a peer, else its process ends. ``peers``: rank → :func:`identify` of the others.
     """
 
     ledger: Ledger
@@ -43,19 +58,25 @@ class Diagnosis:
     board: Board | None = None
     inner: CollectiveObserver | None = None
     stall_timeout_s: float = 0.0
+    peers: Mapping[int, tuple[str, int, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._step_runs = self._failed = self._reported = False
+        self._alarm, self._still, self._heard = "", 0, dict[int, tuple[Any, int]]()
+        here = identify()[0]
+        self._processes = {rank: one[1:] for rank, one in self.peers.items() if here and one[0] == here}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="vllm-watchdog", daemon=True)
 
     def start(self) -> None:
         observer.set_collective_observer(self)
+        self._on_board(Board.show_life, self._place())
         self._thread.start()
 
     def stop(self) -> None:
         self._stop.set()
         self._thread.join()
+        self._on_board(Board.show_life, {**self._place(), "doing": "shut down its engine", "left": True})
         if observer.get_collective_observer() is self:
             observer.set_collective_observer(self.inner)
         if not self._failed:
@@ -75,11 +96,13 @@ class Diagnosis:
 
     def after(self, token: tuple[Entry, Any], error: BaseException | None = None) -> None:
         entry, inner_token = token
+        if error is not None:
+            self._find_cause()
         self.ledger.end(entry, error)
         if self.inner is not None:
             self.inner.after(inner_token, error)
         if error is not None:
-            self.fail(f"{describe(entry.record)} failed: {error}")
+            self.fail(f"{describe(entry.record)} failed: {observer.lost() or error}")
         elif self.guard is not None:
             self.guard.done(entry.record)
 
@@ -92,7 +115,7 @@ class Diagnosis:
         self._step_runs = True
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             self.fail(f"step {step} failed, layer {forward_context.current_layer or 'none'}: {error!r}")
             raise
         finally:
@@ -100,7 +123,7 @@ class Diagnosis:
         if self.ledger.prints:
             print(trace % "EXIT", flush=True)
 
-    def fail(self, reason: str, how: str = "failed") -> None:
+    def fail(self, reason: str, how: str = "failed", grace_s: float = _GRACE_S) -> None:
         """This rank cannot go on: say so in the ledger and to the others, who get time to print."""
         if not self._failed:
             self._failed, self.ledger.state = True, f"{how}: {reason}"
@@ -108,40 +131,153 @@ class Diagnosis:
             if self.board is not None:
                 # A launcher that sees another rank die ends this one before its exception is shown.
                 os.write(2, f"[FAIL] rank={self.ledger.rank} {how}: {reason}\n".encode())
-                self._on_board(lambda board: board.raise_alarm(reason))
-                time.sleep(_GRACE_S)
+                self._on_board(Board.raise_alarm, reason)
+                time.sleep(grace_s)
 
-    def _on_board(self, call: Callable[[Board], Any]) -> Any:
+    def _on_board(self, call: Callable[..., Any], *args: Any) -> Any:
         """The board goes with the process that serves it (the launcher, or rank 0); then there is nobody to tell."""
         try:
-            return None if self.board is None else call(self.board)
+            return None if self.board is None else call(self.board, *args)
         except dist.DistError:
             self.board = None
             return None
 
+    def _place(self) -> dict[str, Any]:
+        """What this rank does now, as the others read it."""
+        step, record = forward_context.current_step, self.ledger.current
+        doing = "is between two steps" if step >= 0 else "is at work outside the steps"
+        if record is not None:
+            doing = f"waits in {describe(record)}"
+        elif self._step_runs:
+            doing = f"computes in step {step}, layer {forward_context.current_layer or 'none'}"
+        waits = None if record is None else (record.group, record.seq, record.ranks)
+        return {"doing": doing, "waits": waits, "moves": self.ledger.events, "entered": observer.entered()}
+
     def _watch(self) -> None:
         # Time is counted in polls: a process that was suspended has not stalled.
-        still, seen = 0, None
+        waits = overdue = 0
+        seen, waited_in = None, None
+        tell_at = _TELL_AFTER_S
         while not self._stop.wait(_POLL_S):
             self.ledger.show_life()
-            self._on_board(Board.show_life)
-            if alarm := self._on_board(lambda board: board.read("alarm")):
-                self._report(alarm)
-            now = (self.ledger.events, forward_context.current_step, forward_context.current_layer)
-            still = still + 1 if self._step_runs and now == seen else 0
+            place, record = self._place(), self.ledger.current
+            self._on_board(Board.show_life, place)
+            waits = waits + 1 if record is not None and record is waited_in else 0
+            waited_in = record
+            places = self._read_others() if waits > 1 else {}
+            busy = self._step_runs or record is not None
+            self._alarm = self._alarm or self._on_board(Board.read, "alarm") or ""
+            if busy and not self._alarm and (dead := self._who_is_gone(places, record)):
+                self._alarm_all(dead)
+            if self._alarm:
+                if busy:
+                    self._report(self._alarm)
+                observer.give_up(self._alarm)
+                overdue = overdue + 1 if busy else 0
+                if overdue * _POLL_S >= _LET_GO_S:
+                    self._end(f"{place['doing']} {_LET_GO_S:g} s after {self._alarm}", "ended", 0.0)
+            now = (place["doing"], place["moves"], {rank: (of["doing"], of["moves"]) for rank, of in places.items()})
+            self._still = self._still + 1 if busy and now == seen else 0
             seen = now
-            if 0 < self.stall_timeout_s <= still * _POLL_S:
-                self._end()
+            tell_at = tell_at if waits else _TELL_AFTER_S
+            if waits * _POLL_S >= tell_at and (told := self._whom_for(record, places)):
+                seconds = waits * _POLL_S
+                logger.warning("rank %d has waited for %.0f s %s", self.ledger.rank, seconds, told)
+                tell_at += _TELL_AGAIN_S
+            # Who stands still outside a collective is nearer to the cause, so it speaks first.
+            patience = self.stall_timeout_s + (_GRACE_S if record is not None and self.peers else 0)
+            if not self._step_runs:
+                patience = max(patience, envs.VLLM_LOAD_TIMEOUT_S)
+            if self._alarm:
+                continue
+            if self._still * _POLL_S >= _CIRCLE_S and (circle := self._circle(places)):
+                self._alarm_all(circle)
+            elif self.stall_timeout_s > 0 and patience <= self._still * _POLL_S:
+                reason = self._stall(record, places)
+                if record is None:
+                    self._report(reason)
+                    self._end(reason, "stalled")
+                self._alarm_all(reason)
 
-    def _end(self) -> None:
-        last = self.ledger.entries[-1] if self.ledger.entries else None
-        place = f"inside {describe(last.record)}" if last and last.end is None else "outside any collective"
+    def _read_others(self) -> dict[int, dict[str, Any]]:
+        """What the other ranks do, each with the seconds that it has been ``silent`` for, seen from here."""
+        places = self._on_board(Board.places, list(self.peers)) or {}
+        for rank, place in places.items():
+            told, polls = self._heard.get(rank, (None, 0))
+            self._heard[rank] = (place["time"], polls + 1 if told == place["time"] else 0)
+            place["silent"] = self._heard[rank][1] * _POLL_S
+        return places
+
+    @staticmethod
+    def _missing(waits: tuple[str, int, Sequence[int]], places: Mapping[int, dict[str, Any]]) -> list[int]:
+        """Who of ``places`` has not entered the collective: group, number in it, ranks."""
+        group, seq, ranks = waits
+        return [rank for rank in ranks if rank in places and places[rank]["entered"].get(group, 0) <= seq]
+
+    def _circle(self, places: Mapping[int, dict[str, Any]]) -> str:
+        """Ranks that wait for each other, this one among them: nobody will ever move. Empty where there are none."""
+        me, told = self.ledger.rank, {**places, self.ledger.rank: self._place()}
+        waited_by, queue = dict[int, int](), [me]
+        for rank in queue:
+            for other in self._missing(told[rank]["waits"], told) if told[rank]["waits"] else ():
+                if other == me:
+                    path = [me, rank]
+                    while path[-1] != me:
+                        path.append(waited_by[path[-1]])
+                    steps = [f"rank {b} {told[b]['doing']} for rank {a}" for a, b in itertools.pairwise(path)]
+                    return f"ranks wait for each other: {'; '.join(reversed(steps))}"
+                if other not in waited_by:
+                    waited_by[other] = rank
+                    queue.append(other)
+        return ""
+
+    def _whom_for(self, record: CollectiveRecord | None, places: Mapping[int, dict[str, Any]]) -> str:
+        """In what this rank waits for whom, and what they do; empty where it waits for nobody."""
+        if record is None or not (missing := self._missing((record.group, record.seq, record.ranks), places)):
+            return ""
+        parts = []
+        for rank in missing:
+            doing, silent = places[rank]["doing"], places[rank]["silent"]
+            if silent > _SILENT_S:
+                doing = f"has been silent for {silent:.0f} s (stopped, or cut off; the last it told: {doing})"
+            parts.append(f"rank {rank} {doing}")
+        return f"inside {describe(record)} for {name_ranks(missing)}: {', '.join(parts)}"
+
+    def _who_is_gone(self, places: Mapping[int, dict[str, Any]], record: CollectiveRecord | None) -> str:
+        """The first rank that will never come: its process is gone, or it has left while this rank waits for it."""
+        missing = [] if record is None else self._missing((record.group, record.seq, record.ranks), places)
+        for rank in missing:
+            if places[rank].get("left"):
+                return f"rank {rank} has left the run: it {places[rank]['doing']}"
+        for rank, (pid, started) in self._processes.items():
+            if _start_of(pid) != started:
+                place = (self._on_board(Board.places, [rank]) or {}).get(rank, {})
+                if not place.get("left"):
+                    return f"rank {rank} is gone: its process {pid} has ended"
+        return ""
+
+    def _find_cause(self) -> None:
+        """A collective broke: a peer is dying, or failed and is closing its connections. Wait a moment to learn who."""
+        until, record = time.monotonic() + (_CAUSE_S if self.peers else 0), self.ledger.current
+        while not observer.lost() and time.monotonic() < until:
+            places = self._on_board(Board.places, list(self.peers)) or {}
+            if cause := self._on_board(Board.read, "alarm") or self._who_is_gone(places, record):
+                observer.give_up(cause)
+            time.sleep(_POLL_S / 5)
+
+    def _alarm_all(self, reason: str) -> None:
+        self._on_board(Board.raise_alarm, reason)
+        self._alarm = reason
+
+    def _stall(self, record: CollectiveRecord | None, places: Mapping[int, dict[str, Any]]) -> str:
+        place = "outside any collective"
+        if record is not None:
+            place = self._whom_for(record, places) or f"inside {describe(record)}"
         step, layer = forward_context.current_step, forward_context.current_layer or "none"
-        reason = (
-            f"no progress for VLLM_STALL_TIMEOUT_S={self.stall_timeout_s:g} s in step {step}, layer {layer}, {place}"
-        )
-        self._report(reason)
-        self.fail(reason, "stalled")
+        return f"no progress for VLLM_STALL_TIMEOUT_S={self.stall_timeout_s:g} s in step {step}, layer {layer}, {place}"
+
+    def _end(self, reason: str, how: str, grace_s: float = _GRACE_S) -> None:
+        self.fail(reason, how, grace_s)
         os._exit(1)
 
     def _report(self, reason: str) -> None:
@@ -154,6 +290,24 @@ class Diagnosis:
             faulthandler.dump_traceback(2, all_threads=True)
 
 
+def identify() -> tuple[str, int, str]:
+    """This process: what other processes must share to see it (empty: none can), its id, and when it started."""
+    try:
+        seen_from = f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        seen_from = ""
+    return seen_from, os.getpid(), _start_of(os.getpid())
+
+
+def _start_of(pid: int) -> str:
+    """When the process started, in the kernel's ticks; empty where it has ended."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state in "ZX" else fields[18]
+
+
 _installed: Diagnosis | None = None
 
 
@@ -162,7 +316,8 @@ def install(world: GroupCoordinator) -> None:
     global _installed
     uninstall()
     trace, checks, stall = envs.VLLM_TRACE_COLLECTIVES, envs.VLLM_CHECK_COLLECTIVES, envs.VLLM_STALL_TIMEOUT_S
-    run = world.all_gather_object(f"{time.time():.6f}")[0]
+    everyones = world.all_gather_object((f"{time.time():.6f}", identify()))
+    run = everyones[0][0]
     prints, folder = trace == "1", None if trace in ("", "0", "1") else trace
     if not (prints or folder or checks or stall > 0):
         return
@@ -173,6 +328,7 @@ def install(world: GroupCoordinator) -> None:
         Board(run, rank) if several else None,
         observer.get_collective_observer(),
         stall,
+        {peer: identity for peer, (_, identity) in enumerate(everyones) if peer != rank},
     )
     _installed.start()
 
@@ -182,6 +338,17 @@ def uninstall() -> None:
     if _installed is not None:
         _installed.stop()
         _installed = None
+
+
+@contextmanager
+def telling(what: str) -> Iterator[None]:
+    """Where ``what``, which all ranks do together, fails on this one, the others hear of it."""
+    try:
+        yield
+    except BaseException as error:
+        if _installed is not None:
+            _installed.fail(f"{what} failed: {error!r}")
+        raise
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from vllm.tokenizers import get_tokenizer
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.debug import watchdog
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.request import Request, RequestStatus
@@ -70,20 +71,23 @@ class LLMEngine:
         self.output_processor = OutputProcessor(self.tokenizer)
         self.worker = Worker(vllm_config)
         self.worker.init_device()
-        self.worker.load_model()
-        available = self.worker.determine_available_memory()
-        kv_cache_config = get_kv_cache_config(
-            self.worker.get_kv_cache_specs(), available, vllm_config, config.fit_max_model_len
-        )
-        self.worker.initialize_kv_cache(kv_cache_config)
-        tokens = (kv_cache_config.num_blocks - 1) * kv_cache_config.block_size
-        if tokens < config.max_model_len:
-            logger.warning("max_model_len=%d: the KV cache does not hold %d tokens", tokens, config.max_model_len)
-            config = dataclasses.replace(config, max_model_len=tokens)
-            vllm_config = dataclasses.replace(vllm_config, model_config=config)
-        self.vllm_config = vllm_config
-        self.input_processor = InputProcessor(vllm_config, self.tokenizer, generation_config)
-        self.scheduler = Scheduler(vllm_config, kv_cache_config)
+        self.worker.check_settings(generation_config)
+        with watchdog.telling("the engine's start"):
+            self.worker.load_model()
+            available = self.worker.determine_available_memory()
+            kv_cache_config = get_kv_cache_config(
+                self.worker.get_kv_cache_specs(), available, vllm_config, config.fit_max_model_len
+            )
+            self.worker.initialize_kv_cache(kv_cache_config)
+            tokens = (kv_cache_config.num_blocks - 1) * kv_cache_config.block_size
+            if tokens < config.max_model_len:
+                logger.warning("max_model_len=%d: the KV cache does not hold %d tokens", tokens, config.max_model_len)
+                config = dataclasses.replace(config, max_model_len=tokens)
+                vllm_config = dataclasses.replace(vllm_config, model_config=config)
+            self.vllm_config = vllm_config
+            self.input_processor = InputProcessor(vllm_config, self.tokenizer, generation_config)
+            self.scheduler = Scheduler(vllm_config, kv_cache_config)
+        self.is_torn = False  # a step has begun and not ended
         self.stats = EngineStats()
         self._logged = (time.monotonic(), EngineStats())
         logger.info(
@@ -144,8 +148,16 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Run one step on this rank and its peers; returns what requests got out of it.
 
-        With several DP ranks every one calls this as long as ``has_unfinished_requests``.
+        With several ranks every one calls this as long as ``has_unfinished_requests``. What it raises ends the run on
+        all of them.
         """
+        self.is_torn = True
+        with self.worker.step():
+            outputs = self._step()
+        self.is_torn = False
+        return outputs
+
+    def _step(self) -> list[RequestOutput]:
         scheduler_output = self.scheduler.schedule()
         if not self.vllm_config.disable_log_stats:
             self.stats.record_scheduled(scheduler_output)
@@ -166,10 +178,20 @@ class LLMEngine:
         self.scheduler.finish_requests(self.output_processor.abort_requests(ids), RequestStatus.FINISHED_ABORTED)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether a further ``step`` is due: requests here, or on any DP rank when the last step was agreed on."""
+        """Whether a further ``step`` is due: requests here, or on any rank when the last step was agreed on."""
         return self.scheduler.has_unfinished_requests() or (
-            self.vllm_config.parallel_config.data_parallel_size > 1 and self.worker.any_unfinished_across_dp
+            self.vllm_config.parallel_config.world_size > 1 and self.worker.any_unfinished_across_dp
         )
+
+    def keep_step(self, since: int) -> None:
+        """Take part in what the other ranks do until they are done, without requests of this rank's own.
+
+        For a call that failed on this rank between steps and began at step ``since``: each call of several ranks makes
+        a step at least, so the others wait for that one even where none of them has requests.
+        """
+        if self.vllm_config.parallel_config.world_size > 1 and not self.is_torn:
+            while self.worker.num_steps == since or self.has_unfinished_requests():
+                self.step()
 
     def get_num_unfinished_requests(self) -> int:
         """Unfinished requests of this rank; one with ``n`` completions counts once."""

@@ -2,22 +2,24 @@
 """One agreement a step over the DP ranks: who has work, how many rows each runs, in which graph mode.
 
 ``agree`` is pure; ``coordinate_batch_across_dp`` feeds it from one int32 reduction over the DP group's CPU twin. The
-TP ranks of a DP group hold the same requests and so reach the same agreement through their own DP groups.
+TP ranks of a DP group hold the same requests and so reach the same agreement through their own DP groups. That they
+do is checked: they compare their votes first, in a reduction over the TP group, and each brings the result to its DP
+group, so that all ranks of the world learn of it in the same step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 
 import torch
 
-from vllm.distributed.parallel_state import GroupCoordinator, get_dp_group
+from vllm.distributed.parallel_state import GroupCoordinator, get_dp_group, get_tp_group
 from vllm.platforms import ParallelPolicies
 
 
 class LockstepError(RuntimeError):
-    """The DP ranks are not in the same step, or were started with different policies; raised on every rank."""
+    """The ranks are not in the same step, or TP ranks were given different work; raised on every rank."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class DPVote:
         has_unfinished: 1 while it holds requests that are not finished.
         step: the step that it is in.
         pad_to_max: 1 where its policy pads every rank to the largest count.
+        work: digest of what it runs, the same on all TP ranks of the DP group; below 2^31.
+        tp_differs: 1 where the TP ranks of its DP group voted differently.
     """
 
     num_tokens_unpadded: int
@@ -39,6 +43,8 @@ class DPVote:
     has_unfinished: int
     step: int
     pad_to_max: int
+    work: int = 0
+    tp_differs: int = 0
 
 
 _FIELDS = len(fields(DPVote))
@@ -86,6 +92,12 @@ def pads_to_max(policies: ParallelPolicies, enable_expert_parallel: bool, dp_siz
     return policies.pad_dp_to_max and enable_expert_parallel and dp_size > 1
 
 
+_SPLIT = (
+    "the TP ranks of a DP group must get the same prompts and sampling parameters in the same order: split prompts by "
+    "dp_rank (RANK // tensor_parallel_size), not by RANK"
+)
+
+
 def agree(votes: Sequence[DPVote], dp_rank: int, bucket: Callable[[int], int] | None = None) -> DPAgreement:
     """The agreement that follows from all ranks' votes.
 
@@ -96,8 +108,11 @@ def agree(votes: Sequence[DPVote], dp_rank: int, bucket: Callable[[int], int] | 
             run ``bucket(largest)`` rows, so that all of them replay one graph.
 
     Raises:
-        LockstepError: the votes come from different steps or different policies.
+        LockstepError: the votes come from different steps or policies, or from TP ranks that differ.
     """
+    if any(vote.tp_differs for vote in votes):
+        apart = [rank for rank, vote in enumerate(votes) if vote.tp_differs]
+        raise LockstepError(f"in step {votes[dp_rank].step} the TP ranks of DP group {apart} do not agree; {_SPLIT}")
     steps = [vote.step for vote in votes]
     if len(set(steps)) > 1:
         latest = max(steps)
@@ -135,9 +150,11 @@ def coordinate_batch_across_dp(
     cudagraph_mode: int = 0,
     pad_to_max: bool = False,
     bucket: Callable[[int], int] | None = None,
+    work: int = 0,
     dp_group: GroupCoordinator | None = None,
+    tp_group: GroupCoordinator | None = None,
 ) -> DPAgreement:
-    """Agree on this step with the other DP ranks; every rank must call it in every step, whatever it holds.
+    """Agree on this step with the other ranks; every rank must call it in every step, whatever it holds.
 
     Args:
         num_tokens_unpadded: tokens that this rank scheduled, 0 when idle.
@@ -147,18 +164,37 @@ def coordinate_batch_across_dp(
         cudagraph_mode: see :class:`DPVote`.
         pad_to_max: see :func:`pads_to_max`.
         bucket: see :func:`agree`.
-        dp_group: None takes the DP group. A group of one costs no collective.
+        work: see :class:`DPVote`.
+        dp_group, tp_group: None takes the DP and the TP group. A group of one costs no collective.
+
+    Raises :class:`LockstepError` on every rank.
     """
-    group = dp_group or get_dp_group()
+    group, tp = dp_group or get_dp_group(), tp_group or get_tp_group()
     if num_tokens_padded is None:
         num_tokens_padded = num_tokens_unpadded
     assert num_tokens_padded >= num_tokens_unpadded >= 0, f"{num_tokens_padded} rows for {num_tokens_unpadded} tokens"
     own = DPVote(
-        num_tokens_unpadded, num_tokens_padded, int(cudagraph_mode), int(has_unfinished), step, int(pad_to_max)
+        num_tokens_unpadded, num_tokens_padded, int(cudagraph_mode), int(has_unfinished), step, int(pad_to_max), work
     )
+    of_tp = _collect(own, tp, "compare_work_across_tp")
+    own = replace(own, tp_differs=int(any(vote != own for vote in of_tp)))
+    of_dp = _collect(own, group, "coordinate_batch_across_dp")
+    if own.tp_differs:
+        shown = ", ".join(
+            f"rank {rank} {vote.num_tokens_unpadded} tokens in step {vote.step} (work {vote.work:08x})"
+            for rank, vote in zip(tp.ranks, of_tp, strict=True)
+        )
+        raise LockstepError(
+            f"the TP ranks of DP group {group.rank_in_group} were given different work: {shown}; {_SPLIT}"
+        )
+    return agree(of_dp, group.rank_in_group, bucket)
+
+
+def _collect(own: DPVote, group: GroupCoordinator, op: str) -> list[DPVote]:
+    """The votes of the group's ranks, in rank order, by one reduction."""
     if group.world_size == 1:
-        return agree([own], 0, bucket)
+        return [own]
     table = torch.zeros((group.world_size, _FIELDS), dtype=torch.int32)
     table[group.rank_in_group] = torch.tensor(astuple(own), dtype=torch.int32)
-    group.cpu_all_reduce(table, "coordinate_batch_across_dp")
-    return agree([DPVote(*row) for row in table.tolist()], group.rank_in_group, bucket)
+    group.cpu_all_reduce(table, op)
+    return [DPVote(*row) for row in table.tolist()]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -99,8 +100,8 @@ class GPUModelRunner:
     def profile_run(self) -> None:
         """The largest step there can be, without caches: what it takes is not free for the KV cache."""
         num_tokens = self.max_num_tokens
-        across_dp = (num_tokens,) * get_dp_group().world_size
-        plan = BatchPlan(-1, 0, 1, num_tokens, num_tokens, across_dp, across_dp, get_dp_group().rank_in_group)
+        agreement = coordinate_batch_across_dp(num_tokens, step=-1, has_unfinished=False, pad_to_max=self.pad_to_max)
+        plan = BatchPlan.make(agreement, 1)
         zeros = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
         with set_forward_context(
             None, dp_metadata=self._dp_metadata(plan), batch_plan=plan, step_buffers=self.step_buffers, step=-1
@@ -165,10 +166,27 @@ class GPUModelRunner:
             has_unfinished=has_unfinished,
             num_tokens_padded=self.vllm_config.compilation_config.padded_size(num_tokens) if num_tokens else 0,
             pad_to_max=self.pad_to_max,
+            work=self._digest_of(scheduler_output) if get_tp_group().world_size > 1 else 0,
         )
         self.step += 1
         self.any_unfinished_across_dp = agreement.any_unfinished
         return BatchPlan.make(agreement, len(scheduler_output.requests))
+
+    def _digest_of(self, scheduler_output: SchedulerOutput) -> int:
+        """A digest of what the step runs: rows and counts always, tokens and parameters where a request starts.
+
+        Later tokens come over a broadcast and need no check; ids are names that each rank may give as it likes.
+        """
+        requests, rows = scheduler_output.requests, self.input_batch.row_of
+        table = [[rows[r.request_id], r.num_computed_tokens] for r in requests] + [
+            scheduler_output.num_scheduled_tokens
+        ]
+        digest = zlib.crc32(repr(table).encode())
+        for request in requests:
+            if request.request_id in scheduler_output.started:
+                digest = zlib.crc32(np.array(request.all_token_ids, dtype=np.int64).tobytes(), digest)
+                digest = zlib.crc32(f"{vars(request.sampling_params)} {request.eos_token_id}".encode(), digest)
+        return digest >> 1
 
     def _prepare_inputs(self, scheduler_output: SchedulerOutput, plan: BatchPlan) -> StepInputs:
         """Write every row of every persistent buffer that this step reads."""

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import os
-from typing import cast
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 
@@ -17,6 +19,7 @@ from vllm.distributed import (
     get_world_group,
     init_distributed_environment,
 )
+from vllm.distributed.parallel_state import check_same_on_all_ranks
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models.causal_lm import CausalLM
@@ -27,6 +30,7 @@ from vllm.v1.debug.nan_trace import install_nan_trace
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.settings import settings_of
 
 logger = init_logger(__name__)
 
@@ -52,6 +56,10 @@ class Worker:
         watchdog.install(get_world_group())
         self.device = self.platform.get_device(int(os.environ.get("LOCAL_RANK", "0")))
         self.runner = GPUModelRunner(self.vllm_config, self.platform, self.device)
+
+    def check_settings(self, generation_config: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` on every rank where one was started with another model or other settings."""
+        check_same_on_all_ranks(get_world_group(), settings_of(self.vllm_config, generation_config))
 
     def load_model(self) -> None:
         with torch.device(self.device):
@@ -95,13 +103,23 @@ class Worker:
         self.nan_trace = install_nan_trace(self.runner.model)
 
     def execute_model(self, scheduler_output: SchedulerOutput, has_unfinished: bool = True) -> ModelRunnerOutput:
-        with watchdog.running(get_dp_group().rank_in_group, self.runner.step):
-            if self.nan_trace is not None:
-                self.nan_trace.begin_step(scheduler_output.requests)
-            output = self.runner.execute_model(scheduler_output, has_unfinished)
-            if self.nan_trace is not None:
-                self.nan_trace.end_step(output)
+        if self.nan_trace is not None:
+            self.nan_trace.begin_step(scheduler_output.requests)
+        output = self.runner.execute_model(scheduler_output, has_unfinished)
+        if self.nan_trace is not None:
+            self.nan_trace.end_step(output)
         return output
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around all of one step: what goes wrong inside leaves the lockstep, so the other ranks hear of it."""
+        with watchdog.running(get_dp_group().rank_in_group, self.num_steps):
+            yield
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps were agreed on, counted alike on all ranks."""
+        return self.runner.step
 
     @property
     def any_unfinished_across_dp(self) -> bool:
