@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.logprobs import PromptLogprobs, SampleLogprobs
+from vllm.v1.metrics.stats import RequestStateStats
 
 
 @dataclass
@@ -15,8 +16,9 @@ class CompletionOutput:
     """One completion of a prompt.
 
     ``finish_reason`` is ``stop``, ``length``, ``abort`` or ``error`` once it has ended. With ``stop``, ``stop_reason``
-    holds which of the request's own ``stop`` or ``stop_token_ids`` matched; an end token of the model leaves it None.
-    ``cumulative_logprob`` and ``logprobs`` are None unless log-probabilities were asked for.
+    holds which of the request's own ``stop`` or ``stop_token_ids`` matched; an end token of the model leaves it None;
+    with ``error`` it says in words what was wrong. ``cumulative_logprob`` and ``logprobs`` are None unless
+    log-probabilities were asked for.
     """
 
     index: int
@@ -39,7 +41,8 @@ class RequestOutput:
     """A prompt and its completions, ordered by ``index``.
 
     ``prompt_logprobs`` has one entry for each prompt token, the first None. ``num_cached_tokens`` counts the prompt
-    tokens whose KV came from the prefix cache. ``metrics``, ``lora_request`` and the ``encoder_*`` fields stay None.
+    tokens whose KV came from the prefix cache. ``metrics`` is given with ``disable_log_stats=False``; ``lora_request``
+    and the ``encoder_*`` fields stay None.
     """
 
     request_id: str
@@ -48,7 +51,7 @@ class RequestOutput:
     prompt_logprobs: PromptLogprobs | None
     outputs: list[CompletionOutput]
     finished: bool
-    metrics: Any = None
+    metrics: RequestStateStats | None = None
     lora_request: Any = None
     encoder_prompt: str | None = None
     encoder_prompt_token_ids: list[int] | None = None

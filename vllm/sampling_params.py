@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
+from vllm.inputs import check_text
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -72,7 +73,11 @@ def _strings(name: str, value: str | Iterable[str] | None) -> list[str]:
     wrong = [text for text in strings if not isinstance(text, str) or not text]
     if wrong:
         raise ValueError(f"{name} has {wrong!r}; give strings that are not empty")
-    return strings
+    return [check_text(name, text) for text in strings]
+
+
+def check_truncation(value: Any) -> None:
+    _integer("truncate_prompt_tokens", value, ">= 1, or -1", lambda v: v >= 1 or v == -1)
 
 
 @dataclass(repr=False)
@@ -203,7 +208,7 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"a request of max_tokens={self.max_tokens} never has min_tokens={self.min_tokens} tokens")
         if self.truncate_prompt_tokens is not None:
-            _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, ">= 1, or -1", lambda v: v >= 1 or v == -1)
+            check_truncation(self.truncate_prompt_tokens)
         if self.stop and not self.detokenize:
             raise ValueError(f"stop={self.stop!r} needs text; set detokenize=True or use stop_token_ids")
         if not isinstance(self.output_kind, RequestOutputKind):
@@ -264,7 +269,8 @@ def _bias(logit_bias: dict[Any, Any]) -> dict[int, float]:
         raise ValueError(f"logit_bias has keys that are no token ids: {list(logit_bias)[:10]}") from None
     for token_id, value in by_id.items():
         _integer("logit_bias key", token_id, ">= 0", lambda v: v >= 0)
-        _number(f"logit_bias[{token_id}]", value, "", lambda _: True)
+        if value not in (math.inf, -math.inf):
+            _number(f"logit_bias[{token_id}]", value, "", lambda _: True)
     return {token_id: sorted((-100.0, float(value), 100.0))[1] for token_id, value in by_id.items()}
 
 

@@ -33,13 +33,15 @@ class ModelRunnerOutput:
     """``sampled_token_ids[i]`` is empty where request i only prefilled a part of its prompt in this step.
 
     ``logprobs[req_id]`` holds one row for the sampled token; ``prompt_logprobs[req_id]`` a row for each prompt
-    position whose *next* prompt token was scored in this step, in order. ``nan_req_ids`` had NaN logits.
+    position whose *next* prompt token was scored in this step, in order. ``nan_req_ids`` had NaN logits;
+    ``undrawable[req_id]`` says why no token could be drawn for that request, whose sampled token means nothing.
     """
 
     sampled_token_ids: list[list[int]] = field(default_factory=list)
     logprobs: dict[str, LogprobsLists] = field(default_factory=dict)
     prompt_logprobs: dict[str, LogprobsLists] = field(default_factory=dict)
     nan_req_ids: frozenset[str] = frozenset()
+    undrawable: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass

@@ -47,7 +47,8 @@ class Request:
 
     The scheduler's own: the first ``num_cached_blocks`` full blocks were offered to the prefix cache and end the prefix
     ``prefix_id`` (None: this request offers no more); ``max_num_tokens`` is the length, prompt included, at which it
-    ends; ``num_prompt_logprobs`` rows of prompt log-probabilities were given out.
+    ends; ``num_prompt_logprobs`` rows of prompt log-probabilities were given out. The sampler's: ``drawn_seed``, drawn
+    once for a request that has no seed of its own, so that a preemption does not change its random stream.
     """
 
     request_id: str
@@ -66,6 +67,7 @@ class Request:
     num_cached_blocks: int = 0
     max_num_tokens: int = 0
     num_prompt_logprobs: int = 0
+    drawn_seed: int | None = None
     all_token_ids: list[int] = field(init=False)
 
     def __post_init__(self) -> None:

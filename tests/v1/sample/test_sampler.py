@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -243,11 +244,32 @@ def test_a_seeded_request_goes_on_after_a_preemption():
 
 def test_unseeded_requests_differ_and_follow_the_engine_seed():
     logits = torch.zeros(8, 1000)
-    requests = [request(SamplingParams()) for _ in range(8)]
-    tokens = sample(logits, requests, seed=5).sampled_token_ids
-    assert len(set(tokens.tolist())) > 5
-    assert torch.equal(tokens, sample(logits, requests, seed=5).sampled_token_ids)
-    assert not torch.equal(tokens, sample(logits, requests, seed=6).sampled_token_ids)
+
+    def tokens(seed: int) -> list[int]:
+        return sample(logits, [request(SamplingParams()) for _ in range(8)], seed).sampled_token_ids.tolist()
+
+    assert len(set(tokens(5))) > 5
+    assert tokens(5) == tokens(5) != tokens(6)
+
+
+def test_an_unseeded_request_keeps_its_stream_through_preemptions():
+    """Three requests come while a fourth is preempted again and again: it draws as it would have alone."""
+    logits = torch.zeros(12, 1, 1000)
+
+    def run(preempted: bool) -> list[int]:
+        state = SamplingState(4, 1000, seed=3)
+        made, others = request(SamplingParams(seed=None)), [request(SamplingParams()) for _ in range(3)]
+        state.add_row(0, made)
+        for step in range(12):
+            if preempted and step % 4 == 2:
+                state.remove_row(0)
+                state.add_row(1 + step // 4, others[step // 4])
+                state.add_row(0, made)
+            made.all_token_ids += Sampler()(logits[step], state.make_metadata([0])).sampled_token_ids.tolist()
+        return made.output_token_ids
+
+    assert run(False) == run(True)
+    assert len(set(run(True))) > 5
 
 
 def test_seed_and_position_both_matter():
@@ -287,12 +309,54 @@ def test_a_nan_row_touches_no_other(bad, whole_row):
         assert torch.equal(got.logprobs_tensors.logprobs[others], clean.logprobs_tensors.logprobs[others])
 
 
-def test_nothing_left_to_sample():
-    """All allowed tokens are banned: a defined token, and no report of NaN."""
-    params = SamplingParams(allowed_token_ids=[4], min_tokens=1, stop_token_ids=[4])
-    got = sample(torch.zeros(2, 10), [request(params), request(SamplingParams(temperature=0))])
-    assert got.sampled_token_ids.tolist() == [0, 0]
-    assert not got.nan_rows.any()
+def words(params: SamplingParams, *token_ids: list[int]) -> SamplingParams:
+    params.bad_words_token_ids = list(token_ids)
+    return params
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("params", "raw", "reason"),
+    [
+        (
+            {"allowed_token_ids": [4], "min_tokens": 1, "stop_token_ids": [4]},
+            {},
+            r"allowed_token_ids=\[4\]; min_tokens=1",
+        ),
+        ({"allowed_token_ids": [4, 5], "bad_words": ["x"]}, {}, r"allowed_token_ids=\[4, 5\]; bad_words=\['x'\]"),
+        ({"allowed_token_ids": [4, 5], "top_k": 3, "top_p": 0.5}, {4: -math.inf, 5: -math.inf}, "allowed_token_ids"),
+        ({"repetition_penalty": 1e-40}, {2: 3.0}, "repetition_penalty=1e-40"),
+        ({"min_tokens": 2, "stop_token_ids": list(range(10))}, {}, "forbids the end tokens.*0, 1, 2"),
+    ],
+)
+def test_nothing_left_to_draw_is_told_from_nan(temperature, params, raw, reason):
+    """A defined token, the reason, no report of NaN; greedy and random neighbours draw what they drew alone."""
+    made = SamplingParams(temperature=temperature, **params)
+    if made.bad_words:
+        words(made, [4], [5])
+    logits = torch.randn(1, 10, generator=torch.Generator().manual_seed(3)).repeat(4, 1)
+    for token, value in raw.items():
+        logits[1, token] = value
+    logits[3] = torch.nan
+    others = [SamplingParams(temperature=0, allowed_token_ids=[3, 7]), SamplingParams(seed=4, min_p=0.1)]
+    requests = [request(others[0]), request(made), request(others[1]), request(SamplingParams(temperature=0))]
+    state = state_of(requests, 10)
+    got = Sampler()(logits, state.make_metadata())
+    assert got.undrawable.tolist() == [False, True, False, False]
+    assert got.nan_rows.tolist() == [False, False, False, True]
+    alone = [sample(logits[:1], [request(p)]).sampled_token_ids.item() for p in others]
+    assert got.sampled_token_ids.tolist() == [alone[0], 0, alone[1], 0]
+    assert re.search(rf"output position 0: .*{reason}.*loosen one", state.why_undrawable(1))
+
+
+def test_the_reason_names_only_what_still_holds():
+    params = SamplingParams(min_tokens=1, stop_token_ids=[4], allowed_token_ids=list(range(40)))
+    state = state_of([request(params, output=[1, 2])], 50)
+    reason = state.why_undrawable(0)
+    assert "output position 2" in reason
+    assert "min_tokens" not in reason
+    assert "9, ...] (40)" in reason
+    assert sample(torch.zeros(1, 50), [request(params)]).undrawable.tolist() == [False]
 
 
 # --- changes to the logits --------------------------------------------------------------------------------------------

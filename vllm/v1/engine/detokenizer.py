@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,27 @@ _CONTEXT = 8
 _MAX_WINDOW = 32
 # A UTF-8 character has at most four bytes, so that of those that a tail of tokens left open at most three are known.
 _CHARACTER_BYTES = 4
+# A first byte of UTF-8 may ask for a continuation byte of a certain range: E0, F0, ED and F4 do.
+_CONTINUATIONS = (range(0xA0, 0xC0), range(0x90, 0xA0), range(0x80, 0x90))
+
+
+def continuation_ids(tokenizer: Any) -> list[int]:
+    """Tokens of one UTF-8 continuation byte each; empty where the tokenizer has none under a name that is known.
+
+    The names are those of byte fallback, of bytes written as characters, and of the byte-level alphabet, in which the
+    bytes from 0x80 to 0xA0 follow U+0121.
+    """
+    to_id = getattr(tokenizer, "convert_tokens_to_ids", None)
+    if to_id is None:
+        return []
+    found = []
+    for values in _CONTINUATIONS:
+        names = [name for byte in values for name in (f"<0x{byte:02X}>", chr(byte), chr(byte + 0xA2))]
+        for token_id in map(to_id, names):
+            if token_id not in (None, tokenizer.unk_token_id) and not tokenizer.decode([token_id]).strip(_REPLACEMENT):
+                found.append(token_id)
+                break
+    return found
 
 
 def make_decode(tokenizer: Any, params: SamplingParams) -> Callable[[Sequence[int]], str]:
@@ -38,12 +60,20 @@ class IncrementalDecoder:
     """Gives the text of prompt and output, less the text of the prompt, piece by piece, in whole characters.
 
     A window of the last tokens is decoded again with each new one, for decoders join bytes and drop spaces by what
-    comes before. Replacement characters at the end stand for bytes that later tokens may complete and are held back;
-    those that a whole character's worth of tokens did not complete are the model's.
+    comes before. Replacement characters at the end that later tokens may change are held back; the others, which are
+    the model's own or stand for bytes that nothing can complete, are text. ``continuations`` gives tokens of one
+    continuation byte each, which show the difference; without any, those that a whole character's worth of tokens did
+    not change are text.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], prompt_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        prompt_token_ids: Sequence[int],
+        continuations: Callable[[], Sequence[int]] = tuple,
+    ) -> None:
         self._decode = decode
+        self._continuations = continuations
         self._window: list[int] = []
         text = ""
         # The context needs text, or a space at its end would be dropped, and should not begin inside a character.
@@ -68,11 +98,8 @@ class IncrementalDecoder:
         """The text that ``token_ids`` add. What is still incomplete when ``finished`` is dropped."""
         self._window += token_ids
         text = self._decode(self._window)
-        num_open = len(text) - len(text.rstrip(_REPLACEMENT))
-        self._num_open_tokens = self._num_open_tokens + len(token_ids) if num_open else 0
-        held = num_open
-        if finished or self._num_open_tokens >= _CHARACTER_BYTES:
-            held = min(num_open, _CHARACTER_BYTES - 1)
+        self._num_open_tokens = self._num_open_tokens + len(token_ids) if text.endswith(_REPLACEMENT) else 0
+        held = self._num_open(text, finished)
         end = len(text) - held
         if self._open_prompt is not None:
             unchanged = _num_equal(self._open_prompt, text)
@@ -83,13 +110,31 @@ class IncrementalDecoder:
             self._open_prompt = None
         if finished:
             return piece
-        if piece and not num_open:
+        if piece and not held:
             self._last_piece, self._next_piece = self._next_piece, len(self._window)
             if len(self._window) > _MAX_WINDOW:
                 self._cut(self._last_piece, held)
         elif len(self._window) > 4 * _MAX_WINDOW:
             self._cut(len(self._window) - _CONTEXT, held)
         return piece
+
+    def _num_open(self, text: str, finished: bool) -> int:
+        """How many characters at the end of ``text``, the window's, a later token may change."""
+        if not text.endswith(_REPLACEMENT):
+            return 0
+        continuations = self._continuations()
+        start = len(text.rstrip(_REPLACEMENT))
+        if not continuations:
+            settles = finished or self._num_open_tokens >= _CHARACTER_BYTES
+            return min(len(text) - start, _CHARACTER_BYTES - 1) if settles else len(text) - start
+        completed = [
+            self._decode([*self._window, *[token_id] * size])
+            for token_id in continuations
+            for size in range(1, _CHARACTER_BYTES)
+        ]
+        while start < len(text) and all(other[start : start + 1] == _REPLACEMENT for other in completed):
+            start += 1
+        return len(text) - start
 
     def _cut(self, start: int, held: int) -> None:
         """Forget the window's tokens before ``start``."""
@@ -105,8 +150,15 @@ class Detokenizer:
     can begin in them.
     """
 
-    def __init__(self, tokenizer: Any, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
-        self._decoder = IncrementalDecoder(make_decode(tokenizer, params), prompt_token_ids)
+    def __init__(
+        self,
+        tokenizer: Any,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        continuations: Callable[[], Sequence[int]] | None = None,
+    ) -> None:
+        continuations = continuations or functools.cache(lambda: continuation_ids(tokenizer))
+        self._decoder = IncrementalDecoder(make_decode(tokenizer, params), prompt_token_ids, continuations)
         self._stop = list(params.stop or ())
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens

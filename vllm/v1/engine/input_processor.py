@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
-from vllm.inputs import PromptType, parse_prompt
-from vllm.sampling_params import SamplingParams
+from vllm.inputs import PromptType, check_text, parse_prompt, split_tokenization_kwargs
+from vllm.sampling_params import SamplingParams, check_truncation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,11 +50,15 @@ class InputProcessor:
         """Raises ``ValueError``, with the value and the remedy, for whatever could not run."""
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params is a {type(params).__name__}; give a SamplingParams")
+        kwargs, truncate = split_tokenization_kwargs(tokenization_kwargs)
         text, token_ids = parse_prompt(prompt)
         if token_ids is None:
             assert text is not None, f"prompt {prompt!r} has neither text nor token ids"
-            token_ids = self._tokenise(text, tokenization_kwargs or {})
+            token_ids = self._tokenise(text, kwargs)
         params = params.clone()
+        if truncate is not None:
+            check_truncation(truncate)
+            params.truncate_prompt_tokens = truncate
         token_ids = self._truncate(token_ids, params)
         self._check_prompt(token_ids)
         self._complete(params, len(token_ids))
@@ -63,7 +67,7 @@ class InputProcessor:
     def _tokenise(self, text: str, kwargs: Mapping[str, Any]) -> list[int]:
         if self.tokenizer is None:
             raise ValueError("a text prompt needs a tokenizer, and skip_tokenizer_init=True; pass prompt_token_ids")
-        return list(self.tokenizer(text, **kwargs).input_ids)
+        return list(self.tokenizer(check_text("the prompt", text), **kwargs).input_ids)
 
     def _truncate(self, token_ids: list[int], params: SamplingParams) -> list[int]:
         keep = params.truncate_prompt_tokens

@@ -68,7 +68,7 @@ class LLMEngine:
                 trust_remote_code=config.trust_remote_code,
                 revision=config.tokenizer_revision,
             )
-        self.output_processor = OutputProcessor(self.tokenizer)
+        self.output_processor = OutputProcessor(self.tokenizer, log_stats=not vllm_config.disable_log_stats)
         self.worker = Worker(vllm_config)
         self.worker.init_device()
         self.worker.check_settings(generation_config)
@@ -131,10 +131,10 @@ class LLMEngine:
         if not isinstance(request_id, str):
             raise TypeError(f"request_id={request_id!r} is a {type(request_id).__name__}; give a string")
         checked = self.input_processor.process_inputs(prompt, params, tokenization_kwargs)
-        children = self.output_processor.add_request(
-            request_id, checked.prompt, checked.prompt_token_ids, checked.params
-        )
         arrival_time = time.time() if arrival_time is None else arrival_time
+        children = self.output_processor.add_request(
+            request_id, checked.prompt, checked.prompt_token_ids, checked.params, arrival_time
+        )
         try:
             for child_id, child_params in children:
                 self.scheduler.add_request(
@@ -161,6 +161,7 @@ class LLMEngine:
         scheduler_output = self.scheduler.schedule()
         if not self.vllm_config.disable_log_stats:
             self.stats.record_scheduled(scheduler_output)
+            self.output_processor.record_scheduled(scheduler_output.started)
         runner_output = self.worker.execute_model(
             scheduler_output, has_unfinished=self.scheduler.has_unfinished_requests()
         )

@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from vllm.logprobs import PromptLogprobs, SampleLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.v1.engine.detokenizer import Detokenizer
-from vllm.v1.engine.logprobs import TokenText, logprob_dicts
+from vllm.v1.engine.detokenizer import Detokenizer, continuation_ids
+from vllm.v1.engine.logprobs import CONTEXT, TokenText, logprob_dicts
+from vllm.v1.metrics.stats import RequestStateStats
 from vllm.v1.outputs import EngineCoreOutput
 
 
@@ -25,9 +28,12 @@ class ProcessedOutputs(NamedTuple):
 class _Completion:
     """One sequence of a request, and how much of it the client has."""
 
-    def __init__(self, index: int, params: SamplingParams, detokenizer: Detokenizer | None) -> None:
+    def __init__(
+        self, index: int, params: SamplingParams, prompt_token_ids: Sequence[int], detokenizer: Detokenizer | None
+    ) -> None:
         self.index = index
         self.params = params
+        self.prompt_token_ids = prompt_token_ids
         self.detokenizer = detokenizer
         # Without stop strings and without outputs on the way, all the text can be made at the end.
         self.text_at_end = not params.stop and params.output_kind is RequestOutputKind.FINAL_ONLY
@@ -39,13 +45,14 @@ class _Completion:
         self._num_text_sent = 0
         self._num_tokens_sent = 0
 
-    def add(self, output: EngineCoreOutput, token_text: Callable[[int], str | None]) -> None:
+    def add(self, output: EngineCoreOutput, token_text: Callable[[int, Sequence[int]], str | None]) -> None:
         token_ids = output.new_token_ids
-        self.token_ids += token_ids
         if self.logprobs is not None and output.new_logprobs is not None:
-            self.logprobs += logprob_dicts(output.new_logprobs, self.params.logprobs or 0, token_text)
+            before = [*self.prompt_token_ids[-CONTEXT:], *self.token_ids[-CONTEXT:]]
+            self.logprobs += logprob_dicts(output.new_logprobs, self.params.logprobs or 0, token_text, before)
             new = sum(row[0] for row in output.new_logprobs.logprobs)
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + new
+        self.token_ids += token_ids
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
         detokenizer = self.detokenizer
         if detokenizer is None or (self.text_at_end and not output.finished):
@@ -91,6 +98,7 @@ class _Request:
     completions: list[_Completion]
     prompt_logprobs: PromptLogprobs | None
     num_unfinished: int
+    stats: RequestStateStats | None
     num_cached_tokens: int | None = None
 
     def make_output(self, changed: Sequence[_Completion]) -> RequestOutput | None:
@@ -110,21 +118,29 @@ class _Request:
             prompt_logprobs,
             [completion.make_output(delta) for completion in (changed if delta else self.completions)],
             finished,
+            metrics=None if self.stats is None else dataclasses.replace(self.stats),
             num_cached_tokens=self.num_cached_tokens,
         )
 
 
 class OutputProcessor:
-    """Keeps each request from ``add_request`` until it is finished or aborted."""
+    """Keeps each request from ``add_request`` until it is finished or aborted; ``log_stats``: with its metrics."""
 
-    def __init__(self, tokenizer: Any | None) -> None:
+    def __init__(self, tokenizer: Any | None, log_stats: bool = False) -> None:
+        self._log_stats = log_stats
         self._tokenizer = tokenizer
-        self._token_text = TokenText(tokenizer)
+        self._continuations = functools.cache(lambda: continuation_ids(tokenizer))
+        self._token_text = TokenText(tokenizer, self._continuations)
         self._requests: dict[str, _Request] = {}
         self._by_child: dict[str, tuple[_Request, _Completion]] = {}
 
     def add_request(
-        self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        arrival_time: float | None = None,
     ) -> list[tuple[str, SamplingParams]]:
         """Returns the sequences to run: the request itself or, for ``n`` > 1, ``i_<request_id>`` with ``seed`` + i.
 
@@ -139,8 +155,8 @@ class OutputProcessor:
         for index, (_, child_params) in enumerate(children):
             detokenizer = None
             if self._tokenizer is not None and params.detokenize:
-                detokenizer = Detokenizer(self._tokenizer, child_params, prompt_token_ids)
-            completions.append(_Completion(index, child_params, detokenizer))
+                detokenizer = Detokenizer(self._tokenizer, child_params, prompt_token_ids, self._continuations)
+            completions.append(_Completion(index, child_params, prompt_token_ids, detokenizer))
         request = _Request(
             request_id,
             prompt,
@@ -150,7 +166,11 @@ class OutputProcessor:
             completions,
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
             num_unfinished=len(children),
+            stats=None,
         )
+        if self._log_stats:
+            arrived = time.time() if arrival_time is None else arrival_time
+            request.stats = RequestStateStats(arrival_time=arrived, queued_ts=time.monotonic())
         self._requests[request_id] = request
         self._by_child |= {name: (request, c) for name, c in zip(request.child_ids, completions, strict=True)}
         return children
@@ -158,6 +178,7 @@ class OutputProcessor:
     def process_outputs(self, outputs: Iterable[EngineCoreOutput]) -> ProcessedOutputs:
         """Takes one step's outputs; those of sequences that are gone are ignored. One output at most for a request."""
         reqs_to_abort = []
+        now = time.monotonic() if self._log_stats else 0.0
         changed: dict[str, list[_Completion]] = {}
         for output in outputs:
             if output.request_id not in self._by_child:
@@ -166,12 +187,16 @@ class OutputProcessor:
             token_text = self._token_text if completion.detokenizer is not None else _no_text
             if output.new_prompt_logprobs is not None and request.prompt_logprobs is not None:
                 count = request.params.prompt_logprobs or 0
-                request.prompt_logprobs += logprob_dicts(output.new_prompt_logprobs, count, token_text)
+                start = len(request.prompt_logprobs)
+                before = request.prompt_token_ids[max(start - CONTEXT, 0) : start]
+                request.prompt_logprobs += logprob_dicts(output.new_prompt_logprobs, count, token_text, before)
             if not output.new_token_ids and not output.finished:
                 continue
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = output.num_cached_tokens
             completion.add(output, token_text)
+            if request.stats is not None and output.new_token_ids:
+                request.stats.record_tokens(len(output.new_token_ids), now)
             changed.setdefault(request.request_id, []).append(completion)
             if completion.finish_reason is not None:
                 if not output.finished:
@@ -188,6 +213,13 @@ class OutputProcessor:
                 del self._requests[request_id]
         return ProcessedOutputs(request_outputs, reqs_to_abort)
 
+    def record_scheduled(self, sequence_ids: Iterable[str]) -> None:
+        """Note the first step of requests; call before the step runs."""
+        for name in sequence_ids:
+            stats = self._by_child[name][0].stats if name in self._by_child else None
+            if stats is not None and not stats.scheduled_ts:
+                stats.scheduled_ts = time.monotonic()
+
     def abort_requests(self, request_ids: Iterable[str]) -> list[str]:
         """Forget requests; returns their unfinished sequences. Ids that are not in use are ignored."""
         aborted = []
@@ -202,7 +234,7 @@ class OutputProcessor:
         return len(self._requests)
 
 
-def _no_text(_token_id: int) -> None:
+def _no_text(_token_id: int, _context: Sequence[int]) -> None:
     return None
 
 

@@ -19,11 +19,13 @@ _LOGPROB_ROWS = 64
 @dataclass(frozen=True)
 class SamplerOutput:
     """``sampled_token_ids`` [R] int64; ``logprobs_tensors`` of the raw logits, if a row asked; ``nan_rows`` [R] bool:
-    rows whose largest raw logit is not finite, and whose token 0 means nothing."""
+    rows whose largest raw logit is not finite, and whose token 0 means nothing; ``undrawable`` [R] bool: other rows of
+    which bans and penalties leave no token with a finite logit (None where no row has any), token 0 again."""
 
     sampled_token_ids: torch.Tensor
     logprobs_tensors: LogprobsTensors | None
     nan_rows: torch.Tensor
+    undrawable: torch.Tensor | None = None
 
 
 class Sampler:
@@ -34,16 +36,18 @@ class Sampler:
         largest, token_ids = row_max(logits)
         nan_rows = ~largest.isfinite()
         processed = logits
+        undrawable = None
         if metadata.changes_logits:
             processed = process_logits(logits, metadata)
             largest, token_ids = row_max(processed)
+            undrawable = ~largest.isfinite() & ~nan_rows
         if not metadata.all_greedy:
             token_ids = self._sample(processed, largest, token_ids, metadata)
-        token_ids = token_ids.masked_fill(nan_rows, 0)
+        token_ids = token_ids.masked_fill(nan_rows if undrawable is None else nan_rows | undrawable, 0)
         logprobs = None
         if metadata.max_num_logprobs is not None:
             logprobs = self.gather_logprobs(logits, metadata.max_num_logprobs, token_ids)
-        return SamplerOutput(token_ids, logprobs, nan_rows)
+        return SamplerOutput(token_ids, logprobs, nan_rows, undrawable)
 
     @staticmethod
     def _sample(

@@ -91,6 +91,30 @@ class _Row:
                 banned.add(word[-1])
         return list(banned)
 
+    def why_undrawable(self) -> str:
+        """Why no token could be drawn for the next position, in words for the client."""
+        params = self.params
+        reasons = []
+        if params.allowed_token_ids is not None:
+            reasons.append(f"allowed_token_ids={_few(params.allowed_token_ids)}")
+        if self.request.num_output_tokens < params.min_tokens and self.end_token_ids:
+            reasons.append(f"min_tokens={params.min_tokens} forbids the end tokens {_few(self.end_token_ids)}")
+        if params.bad_words_token_ids:
+            reasons.append(f"bad_words={params.bad_words} forbid what would complete them")
+        if self.seen is not None:
+            reasons.append(
+                f"repetition_penalty={params.repetition_penalty}, frequency_penalty={params.frequency_penalty} and "
+                f"presence_penalty={params.presence_penalty} change the logits"
+            )
+        return (
+            f"no token can be drawn at output position {self.request.num_output_tokens}: "
+            f"{'; '.join(reasons) or 'the model gives every token the probability 0'}; loosen one of them"
+        )
+
+
+def _few(token_ids: list[int]) -> str:
+    return str(token_ids) if len(token_ids) <= 10 else f"{str(token_ids[:10])[:-1]}, ...] ({len(token_ids)})"
+
 
 class SamplingState:
     """Sampling parameters by row of the running batch; ``make_metadata`` turns them into a step's tensors.
@@ -118,11 +142,18 @@ class SamplingState:
         assert self._rows[row] is None, f"row {row} holds {self._rows[row].request.request_id}"  # type: ignore[union-attr]
         seed = request.sampling_params.seed
         if seed is None:
-            position = np.array([self._num_unseeded], dtype=np.uint64)
-            seed = int(_mix(self._engine_seed + position * _GOLDEN)[0])
-            self._num_unseeded += 1
+            if request.drawn_seed is None:
+                position = np.array([self._num_unseeded], dtype=np.uint64)
+                request.drawn_seed = int(_mix(self._engine_seed + position * _GOLDEN)[0])
+                self._num_unseeded += 1
+            seed = request.drawn_seed
         self._rows[row] = _Row(request, seed % 2**64)
         self._cached = None
+
+    def why_undrawable(self, row: int) -> str:
+        held = self._rows[row]
+        assert held is not None, f"row {row} is free"
+        return held.why_undrawable()
 
     def remove_row(self, row: int) -> None:
         assert self._rows[row] is not None, f"row {row} is free"

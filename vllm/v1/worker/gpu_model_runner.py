@@ -301,6 +301,11 @@ class GPUModelRunner:
                 if requests[index].sampling_params.logprobs is not None:
                     row = LogprobsLists(*([column[at]] for column in columns))
                     output.logprobs[requests[index].request_id] = row
+        if sampled.undrawable is not None and bool(sampled.undrawable.any()):
+            for at in sampled.undrawable.nonzero().flatten().tolist():
+                request_id = requests[inputs.sampling[at]].request_id
+                output.undrawable[request_id] = self.input_batch.sampling.why_undrawable(int(rows[at]))
+                logger.error("step %d: request %s: %s", self.step - 1, request_id, output.undrawable[request_id])
         if bool(sampled.nan_rows.any()):
             bad = inputs.sampling[sampled.nan_rows.cpu().numpy()]
             output.nan_req_ids = frozenset(requests[i].request_id for i in bad.tolist())

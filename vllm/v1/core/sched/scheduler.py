@@ -173,6 +173,7 @@ class Scheduler:
             if request_id in runner_output.nan_req_ids:
                 self.kv_cache_manager.drop_cached(request)
                 ended, token_ids, prompt_logprobs = RequestStatus.FINISHED_ERROR, [], None
+                request.stop_reason = "the model's logits are not finite"
             else:
                 start = request.num_computed_tokens
                 computed = request.num_computed_tokens = start + count
@@ -183,6 +184,9 @@ class Scheduler:
                     self.kv_cache_manager.cache_computed(request)
                 prompt_logprobs = self._new_prompt_logprobs(request, start, scored) if scored else None
                 ended = None
+                if request_id in runner_output.undrawable:
+                    request.stop_reason = runner_output.undrawable[request_id]
+                    ended, token_ids = RequestStatus.FINISHED_ERROR, []
                 if token_ids:
                     all_token_ids += token_ids
                     ended = self._check_stop(request)
