@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.chat_utils import load_chat_template, render_chat, split_conversations
-from vllm.inputs import PromptType, split_prompts
+from vllm.inputs import PromptType, split_prompts, split_tokenization_kwargs
 from vllm.logger import init_logger
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -192,8 +192,7 @@ class LLM:
         mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """The answers to one conversation (a list of ``{"role": ..., "content": ...}``) or to a list of them."""
-        if tokenization_kwargs:
-            raise NotImplementedError("tokenization_kwargs of chat() is not supported; leave it out")
+        tokenizer_kwargs, truncate = split_tokenization_kwargs(tokenization_kwargs)
         prompts = [
             render_chat(
                 conversation,
@@ -205,6 +204,7 @@ class LLM:
                 continue_final_message=continue_final_message,
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
+                tokenizer_kwargs=tokenizer_kwargs,
             )
             for conversation in split_conversations(messages)
         ]
@@ -214,6 +214,7 @@ class LLM:
             use_tqdm=use_tqdm,
             lora_request=lora_request,
             priority=priority,
+            tokenization_kwargs={"truncate_prompt_tokens": truncate},
             mm_processor_kwargs=mm_processor_kwargs,
         )
 
