@@ -9,7 +9,7 @@ found is what the template would do to the value: loop over it, or use it as tex
 from __future__ import annotations
 
 import functools
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from jinja2 import TemplateSyntaxError, nodes
 from jinja2.ext import Extension
@@ -26,7 +26,7 @@ _MAX_DEPTH = 6
 class _Generation(Extension):
     """The block that marks the assistant's text for training."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - so declared by its base
 
     def parse(self, parser: Any) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -139,7 +139,7 @@ class _Reader:
     def _filter(self, node: nodes.Filter) -> Tags:
         base, name = self.value(node.node), node.name
         others = _NONE.union(*(self.value(argument) for argument in node.args))
-        reads = {keyword.key: keyword.value for keyword in node.kwargs}.get("attribute")
+        reads = next((keyword.value for keyword in node.kwargs if keyword.key == "attribute"), None)
         if name in ("default", "d"):
             return base | others
         if name in ("length", "count"):
