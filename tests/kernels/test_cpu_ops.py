@@ -731,7 +731,6 @@ def test_a_tensor_of_another_device_is_an_error():
     heads = torch.randn(2, 1, 16)
     calls = [
         lambda: ops.pack_linear_weight(far(8, 16)),
-        lambda: ops.pack_expert_weights(far(4, 8, 16)),
         lambda: ops.linear(far(2, 16), packed),
         lambda: ops.linear(torch.randn(2, 16), packed, far(8)),
         lambda: ops.embedding(ids.to("meta"), packed),
