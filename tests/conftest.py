@@ -13,15 +13,13 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 @pytest.fixture
-def nan_poison():
-    """Every byte that ``torch.empty`` hands out is NaN, as on a device whose memory held something else."""
-    import torch
+def nan_poison(request):
+    """Every byte of memory that torch hands out is NaN, as on a device whose memory held something else; the pattern
+    is the test's own, see ``poison.py``."""
+    from poison import poisoned
 
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+    with poisoned(request.node.nodeid):
+        yield
 
 
 @pytest.fixture

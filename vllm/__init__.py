@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +19,11 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
+
+# torch's OpenMP reads it when it is loaded. Its threads then sleep after some 50 us of waiting; by default they keep a
+# core busy for milliseconds after each operation, and whoever else wants that core puts them off when work comes.
+if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 __version__ = "0.33.0+arc.1"
 __version_tuple__ = (0, 33, 0, "arc.1")

@@ -41,6 +41,17 @@ class _DtypeCodes(dict[torch.dtype, int]):
 
 _CODE = _DtypeCodes({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})
 
+
+def _at(tensor: Tensor) -> int:
+    """A tensor's address for a kernel; ``ValueError`` for one that the kernels cannot read."""
+    if not tensor.is_cpu:
+        raise ValueError(
+            f"the CPU kernels were given a tensor {tuple(tensor.shape)} on {tensor.device}: move it to the CPU, or use "
+            "the operations of its own device (an attention backend other than CPU_ATTN, the twins *_ref)"
+        )
+    return tensor.data_ptr()
+
+
 # A kernel takes one packed record of 8-byte fields, as its ``...Args`` in csrc has them: converting a dozen arguments
 # one by one would cost ctypes more than most calls compute.
 _i7, _i8, _i12 = struct.Struct("7q").pack, struct.Struct("8q").pack, struct.Struct("12q").pack
@@ -97,7 +108,7 @@ class PackedWeight:
 
     @functools.cached_property
     def address(self) -> int:
-        return self.data.data_ptr()
+        return _at(self.data)
 
 
 class _Arena:
@@ -107,7 +118,7 @@ class _Arena:
     CHUNK = 32 << 20
 
     def __init__(self) -> None:
-        self.rest = torch.empty(0, dtype=torch.uint8)
+        self.rest = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take(self, size: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor of ``size`` elements, contents undefined."""
@@ -140,7 +151,7 @@ def advise_huge_pages(tensor: Tensor) -> Tensor:
 
 def huge_page_empty(size: int, dtype: torch.dtype) -> Tensor:
     """A flat tensor of ``size`` elements on huge pages where there are any, contents undefined."""
-    return advise_huge_pages(torch.empty(size, dtype=dtype))
+    return advise_huge_pages(torch.empty(size, dtype=dtype, device="cpu"))
 
 
 def _packed_size(N: int, K: int, dtype: torch.dtype) -> int:
@@ -151,9 +162,7 @@ def _packed_size(N: int, K: int, dtype: torch.dtype) -> int:
 def _pack_into(weight_NK: Tensor, out: Tensor) -> None:
     N, K = weight_NK.shape
     assert weight_NK.stride(1) == 1 or K == 1, f"weight rows must be contiguous, stride is {weight_NK.stride(1)}"
-    _kernels().vc_pack(
-        _i7(_CODE[weight_NK.dtype], N, K, weight_NK.data_ptr(), weight_NK.stride(0), out.data_ptr(), _threads())
-    )
+    _kernels().vc_pack(_i7(_CODE[weight_NK.dtype], N, K, _at(weight_NK), weight_NK.stride(0), _at(out), _threads()))
 
 
 def pack_linear_weight(weight_NK: Tensor) -> PackedWeight:
@@ -202,10 +211,10 @@ def linear(x_TK: Tensor, packed: PackedWeight, bias_N: Tensor | None = None, out
         assert bias_N.shape == (N,) and bias_N.dtype is dtype and bias_N.is_contiguous(), (
             f"bias is {bias_N.shape} {bias_N.dtype}, needed {(N,)} {dtype}"
         )
-        bias = bias_N.data_ptr()
+        bias = _at(bias_N)
     if T:
         _kernels().vc_linear(
-            _i12(code, out_code, T, N, K, x_TK.data_ptr(), x0, packed.address, bias, out.data_ptr(), out0, _threads())
+            _i12(code, out_code, T, N, K, _at(x_TK), x0, packed.address, bias, _at(out), out0, _threads())
         )
     return out
 
@@ -222,11 +231,9 @@ def embedding(ids_T: Tensor, packed: PackedWeight) -> Tensor:
     assert ids_T.dtype is torch.int64 and ids_T.dim() == 1, f"ids are {ids_T.shape} {ids_T.dtype}, needed int64 [T]"
     ids_T = ids_T.contiguous()
     T = ids_T.shape[0]
-    out = torch.empty((T, packed.K), dtype=packed.dtype)
+    out = ids_T.new_empty((T, packed.K), dtype=packed.dtype)
     code = _CODE[packed.dtype]
-    bad = _kernels().vc_embedding(
-        _i8(code, T, packed.N, packed.K, ids_T.data_ptr(), packed.address, out.data_ptr(), _threads())
-    )
+    bad = _kernels().vc_embedding(_i8(code, T, packed.N, packed.K, _at(ids_T), packed.address, _at(out), _threads()))
     assert not bad, f"ids from {ids_T.min()} to {ids_T.max()} do not fit {packed.N} rows"
     return out
 
@@ -271,8 +278,8 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float, out: Tensor | None = None)
     assert (x2 == o2 == 1) or D == 1, f"last strides are {x2}, {o2}, needed 1"
     kernels.vc_rms_norm(
         _i15_f(
-            _CODE[dtype], _CODE[weight_dtype], n0, n1, D, x.data_ptr(), x0, x1, 0, 0, weight_D.data_ptr(),
-            out.data_ptr(), o0, o1, _threads(), eps,
+            _CODE[dtype], _CODE[weight_dtype], n0, n1, D, _at(x), x0, x1, 0, 0, _at(weight_D),
+            _at(out), o0, o1, _threads(), eps,
         )
     )  # fmt: skip
     return out
@@ -310,8 +317,8 @@ def fused_add_rms_norm(
     assert (x1 == r1 == o1 == 1) or D == 1, f"last strides are {x1}, {r1}, {o1}, needed 1"
     kernels.vc_rms_norm(
         _i15_f(
-            _CODE[dtype], _CODE[weight_dtype], T, 1, D, x_TD.data_ptr(), x0, 0, residual_TD.data_ptr(), r0,
-            weight_D.data_ptr(), out.data_ptr(), o0, 0, _threads(), eps,
+            _CODE[dtype], _CODE[weight_dtype], T, 1, D, _at(x_TD), x0, 0, _at(residual_TD), r0,
+            _at(weight_D), _at(out), o0, 0, _threads(), eps,
         )
     )  # fmt: skip
     return out, residual_TD
@@ -338,7 +345,7 @@ def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
     assert out.shape == (T, D) and out.dtype is dtype and (o1 == 1 or D == 1), (
         f"out is {out.shape} {out.dtype}, needed {(T, D)} {dtype}"
     )
-    kernels.vc_silu_and_mul(_i8(_CODE[dtype], T, D, x.data_ptr(), x0, out.data_ptr(), o0, _threads()))
+    kernels.vc_silu_and_mul(_i8(_CODE[dtype], T, D, _at(x), x0, _at(out), o0, _threads()))
     return out
 
 
@@ -382,8 +389,8 @@ def rotary_embedding(positions_T: Tensor, q_THD: Tensor, k_TJD: Tensor, cos_sin_
     assert q2 == k2 == 1, f"last strides are {q2}, {k2}, needed 1"
     bad = kernels.vc_rotary(
         _i15(
-            _CODE[dtype], T, H, J, rot_dim, P, positions_T.data_ptr(), q_THD.data_ptr(), q0, q1, k_TJD.data_ptr(), k0,
-            k1, cos_sin_cache.data_ptr(), _threads(),
+            _CODE[dtype], T, H, J, rot_dim, P, _at(positions_T), _at(q_THD), q0, q1, _at(k_TJD), k0,
+            k1, _at(cos_sin_cache), _threads(),
         )
     )  # fmt: skip
     assert not bad, f"positions from {positions_T.min()} to {positions_T.max()} do not fit a cache of {P}"
@@ -443,9 +450,9 @@ def reshape_and_cache(
     n = dtype.itemsize
     bad = kernels.vc_reshape_and_cache(
         _i19(
-            T, J, D * n, blocks, block_size, k_TJD.data_ptr(), k0 * n, k1 * n, v_TJD.data_ptr(), v0 * n, v1 * n,
-            key_cache.data_ptr(), kc0 * n, kc1 * n, value_cache.data_ptr(), vc0 * n, vc1 * n,
-            slot_mapping_T.data_ptr(), _threads(),
+            T, J, D * n, blocks, block_size, _at(k_TJD), k0 * n, k1 * n, _at(v_TJD), v0 * n, v1 * n,
+            _at(key_cache), kc0 * n, kc1 * n, _at(value_cache), vc0 * n, vc1 * n,
+            _at(slot_mapping_T), _threads(),
         )
     )  # fmt: skip
     assert not bad, (
@@ -546,9 +553,9 @@ def paged_attention(
     )
     bad = kernels.vc_paged_attention(
         _i27_f(
-            _CODE[dtype], q_THD.data_ptr(), q0, q1, key_cache.data_ptr(), kc0, kc1, value_cache.data_ptr(), vc0, vc1,
-            block_table.data_ptr(), table0, query_start_loc.data_ptr(), seq_lens.data_ptr(), R, T, H, J, D, blocks,
-            block_size, table_blocks, sliding_window, out_THD.data_ptr(), o0, o1, _threads(), scale,
+            _CODE[dtype], _at(q_THD), q0, q1, _at(key_cache), kc0, kc1, _at(value_cache), vc0, vc1,
+            _at(block_table), table0, _at(query_start_loc), _at(seq_lens), R, T, H, J, D, blocks,
+            block_size, table_blocks, sliding_window, _at(out_THD), o0, o1, _threads(), scale,
         )
     )  # fmt: skip
     assert not bad, (
@@ -659,9 +666,9 @@ def fused_experts(
     topk_ids_TS, topk_weights_TS = topk_ids_TS.contiguous(), topk_weights_TS.contiguous()
     bad = _kernels().vc_fused_experts(
         _i16(
-            _CODE[dtype], topk_ids_TS.dtype is torch.int64, T, S, E, I, D, x_TD.data_ptr(), x_TD.stride(0),
-            w13.data.data_ptr(), w2.data.data_ptr(), topk_ids_TS.data_ptr(), topk_weights_TS.data_ptr(),
-            out.data_ptr(), out.stride(0), _threads(),
+            _CODE[dtype], topk_ids_TS.dtype is torch.int64, T, S, E, I, D, _at(x_TD), x_TD.stride(0),
+            _at(w13.data), _at(w2.data), _at(topk_ids_TS), _at(topk_weights_TS),
+            _at(out), out.stride(0), _threads(),
         )
     )  # fmt: skip
     assert not bad, f"expert ids from {topk_ids_TS.min()} to {topk_ids_TS.max()} do not fit {E} experts"

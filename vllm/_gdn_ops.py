@@ -296,12 +296,12 @@ def _gated_delta_net_cpu(
     assert query_start_loc.shape == (R + 1,) and query_start_loc.dtype is state_indices.dtype is torch.int32, (
         f"tables are {query_start_loc.shape} {query_start_loc.dtype}, {state_indices.shape} {state_indices.dtype}"
     )
-    out = torch.empty(T, H * E, dtype=x_TN.dtype)
+    out, at = x_TN.new_empty(T, H * E), _cpu_ops._at
     bad = kernel(
-        _cpu_ops._CODE[x_TN.dtype], T, R, weights.num_k_heads, H, D, E, K, x_TN.data_ptr(), x_TN.stride(0),
-        weights.conv_weight_KC.data_ptr(), weights.decay_rate_H.data_ptr(), weights.dt_bias_H.data_ptr(),
-        weights.norm_weight_E.data_ptr(), weights.eps, conv_state.data_ptr(), recurrent_state.data_ptr(), slots,
-        query_start_loc.data_ptr(), state_indices.data_ptr(), out.data_ptr(), out.stride(0), torch.get_num_threads(),
+        _cpu_ops._CODE[x_TN.dtype], T, R, weights.num_k_heads, H, D, E, K, at(x_TN), x_TN.stride(0),
+        at(weights.conv_weight_KC), at(weights.decay_rate_H), at(weights.dt_bias_H),
+        at(weights.norm_weight_E), weights.eps, at(conv_state), at(recurrent_state), slots,
+        at(query_start_loc), at(state_indices), at(out), out.stride(0), torch.get_num_threads(),
     )  # fmt: skip
     assert not bad, (
         f"{T} rows and {slots} slots do not fit query_start_loc {query_start_loc.tolist()}, slots "

@@ -78,9 +78,10 @@ def rank_outcomes(
 
     Args:
         env: variables laid over this process's.
-        poison: memory that torch hands out uninitialised is NaN (for integers the largest value).
+        poison: memory that torch hands out uninitialised is NaN, on every rank in another pattern (``poison.py``).
     """
-    return _helper().run(function, world_size, args, deadline_s, dict(env or {}), poison)
+    test = os.environ.get("PYTEST_CURRENT_TEST", "none").rpartition(" (")[0] or "none"  # the pattern is the test's own
+    return _helper().run(function, world_size, args, deadline_s, dict(env or {}), test if poison else "")
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
@@ -154,7 +155,7 @@ class _Helper:
         args: tuple[Any, ...],
         deadline_s: float,
         env: dict[str, str],
-        poison: bool,
+        poison: str,
     ) -> list[RankOutcome]:
         env = {"GLOO_SOCKET_IFNAME": "lo", **env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         call = pickle.dumps((function, args))
@@ -213,7 +214,7 @@ def _serve(settings: dict[str, Any]) -> None:
         connection.send_bytes(pickle.dumps(outcomes))
 
 
-def _run_ranks(call: bytes, world_size: int, deadline_s: float, env: dict[str, str], poison: bool) -> list[RankOutcome]:
+def _run_ranks(call: bytes, world_size: int, deadline_s: float, env: dict[str, str], poison: str) -> list[RankOutcome]:
     gate_read, gate_write = os.pipe()  # ranks that are done wait here, so that none hangs up on a slower one
     logs = [os.memfd_create(f"rank{rank}") for rank in range(world_size)]
     readers: list[Connection] = []
@@ -279,8 +280,16 @@ def _reap(pid: int, patience_s: float) -> int:
         time.sleep(0.005)
 
 
+def _poison(test: str, rank: int) -> None:
+    import torch
+    from poison import pattern_of, start
+
+    start(pattern_of(test, rank))
+    torch.set_deterministic_debug_mode("error")
+
+
 def _be_rank(
-    helper: int, call: bytes, rank: int, world_size: int, env: dict[str, str], poison: bool, writer: Connection
+    helper: int, call: bytes, rank: int, world_size: int, env: dict[str, str], poison: str, writer: Connection
 ) -> None:
     _die_with(helper)
     faulthandler.enable(file=2)
@@ -289,12 +298,9 @@ def _be_rank(
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
     )
-    import torch
-
-    if poison:
-        torch.set_deterministic_debug_mode("error")
-        torch.utils.deterministic.fill_uninitialized_memory = True
     try:
+        if poison:
+            _poison(poison, rank)
         function, args = pickle.loads(call)
         report = RankOutcome(rank, "ok", value=function(*args))
         payload = pickle.dumps(report)

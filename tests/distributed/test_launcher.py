@@ -9,6 +9,7 @@ import time
 import launcher
 import pytest
 import torch
+from poison import PATTERNS
 
 pytestmark = pytest.mark.multiprocess
 
@@ -48,9 +49,12 @@ def test_a_failed_rank_fails_the_run() -> None:
         launcher.run_ranks(_fate, 2, ["return", "raise"])
 
 
-def _poisoned() -> bool:
-    return bool(torch.isnan(torch.empty(100)).all())
+def _poisoned() -> tuple[bool, int]:
+    return bool(torch.isnan(torch.empty(100)).all()), int(torch.empty(1).view(torch.int32)) & 0xFFFFFFFF
 
 
 def test_poison_reaches_the_ranks() -> None:
-    assert launcher.run_ranks(_poisoned, 1, poison=True) == [True]
+    """Each rank in its own pattern, all five over five ranks."""
+    found = launcher.run_ranks(_poisoned, len(PATTERNS), poison=True)
+    assert all(nan for nan, _ in found)
+    assert {word for _, word in found} == set(PATTERNS)

@@ -8,12 +8,17 @@ practice by a few 2^-24, of which ``SUM`` is a generous multiple. The result is 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
+import statistics
 import subprocess
 import sys
 import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import poison
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -547,9 +552,9 @@ def matrix_unit(tmp_path_factory):
         pytest.skip("the matrix unit's panels are those of 512-bit registers")
     folder = tmp_path_factory.mktemp("amx")
     flags = [flag for flag in build.FLAGS if flag != "-O3"]
-    sources = [str(build.SOURCE_DIR / name) for name in ("linear.cpp", "kernels.cpp")]
+    sources = [str(build.SOURCE_DIR / name) for name in ("linear.cpp", "kernels.cpp", "pool.cpp")]
     command = ["g++", "-O1", *flags, "-DAMX_EMULATED", "-shared", *sources, "-o", str(folder / "amx.so")]
-    subprocess.run([*command, build.openmp_library()], check=True)
+    subprocess.run(command, check=True)
     library = ctypes.CDLL(str(folder / "amx.so"))
     for name in ("vc_pack", "vc_linear", "vc_embedding", "vc_fused_experts"):
         getattr(library, name).argtypes = [ctypes.c_char_p]
@@ -589,7 +594,11 @@ def test_matrix_unit_experts(matrix_unit, monkeypatch, threads):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nothing_uninitialised_is_read(dtype, nan_poison):
+@pytest.mark.parametrize("pattern", poison.PATTERNS, ids=hex)
+def test_nothing_uninitialised_is_read(dtype, pattern, request):
+    """Neither of what torch hands out nor of the kernels' scratch, which other sizes have used before."""
+    poison.start(pattern)
+    request.addfinalizer(poison.stop)
     x = torch.randn(21, 48).to(dtype)
     packed = ops.pack_linear_weight(torch.randn(70, 48).to(dtype))
     results = [
@@ -598,6 +607,7 @@ def test_nothing_uninitialised_is_read(dtype, nan_poison):
         ops.rms_norm(x, torch.randn(48).to(dtype), 1e-6),
         ops.silu_and_mul(x),
         Paged([70, 3], [70, 1], 4, 2, 80, 16, dtype, pad_rows=2).run(),
+        Paged([1100, 600], [1, 2], 4, 2, 80, 16, dtype, pad_rows=2).run(),
         ops.fused_experts(
             x,
             ops.pack_expert_weights(torch.randn(3, 20, 48).to(dtype), gated=True),
@@ -607,6 +617,234 @@ def test_nothing_uninitialised_is_read(dtype, nan_poison):
         ),
     ]
     assert not any(result.isnan().any() for result in results)
+
+
+# By dtype: canonical, quiet and signalling with a payload in the low bits, all ones, negative signalling. An exp that
+# adds to the exponent, or a rounding by carry, makes numbers of some of them.
+NANS = {
+    torch.float32: [0x7FC00000, 0x7FC00001, 0x7F800101, 0x7FFFFFFF, 0xFFFFFFFF, 0xFF800001],
+    torch.bfloat16: [0x7FC0, 0x7FC1, 0x7F81, 0x7FFF, 0xFFFF, 0xFF81],
+    torch.float16: [0x7E00, 0x7E01, 0x7C01, 0x7FFF, 0xFFFF, 0xFC01],
+}
+EACH_NAN = [(dtype, bits) for dtype, patterns in NANS.items() for bits in patterns]
+
+
+def put(tensor: Tensor, place, bits: int) -> None:
+    """``tensor[place]`` becomes the NaN of these bits, without arithmetic that would change them."""
+    kind = {4: torch.int32, 2: torch.int16}[tensor.element_size()]
+    limit = 1 << (8 * tensor.element_size())
+    tensor.view(kind)[place] = bits - limit if bits >= limit // 2 else bits
+    assert tensor[place].isnan().all()
+
+
+@pytest.mark.parametrize(("dtype", "bits"), EACH_NAN, ids=str)
+@pytest.mark.parametrize("attention", [ops.paged_attention, ops.paged_attention_ref])
+def test_paged_attention_shows_every_nan(attention, dtype, bits):
+    """In q or k: all of the row's output; in v: that column. For prefill, decode, a window, and beyond one split."""
+    for lens, queries, window in (([40, 90], [40, 1], 0), ([1300], [1], 0), ([1300], [1], 700), ([20], [20], 8)):
+        make = functools.partial(Paged, lens, queries, 4, 2, 32, 16, dtype)
+        r, position = len(lens) - 1, lens[-1] - 5
+        case = make()
+        clean = case.run(window, attention=attention)
+        block, offset = int(case.table[r, position // 16]), position % 16
+        sees = sum(queries) - 1  # the last query
+        put(case.key_cache, (block, 1, offset, 3), bits)
+        got = case.run(window, attention=attention)
+        assert got[sees, 2:].isnan().all(), f"heads {got[sees, 2:]}"
+        assert torch.equal(got[sees, :2], clean[sees, :2])
+        case = make()
+        put(case.value_cache, (block, 1, offset, 3), bits)
+        got = case.run(window, attention=attention)
+        assert got[sees, 2:, 3].isnan().all()
+        if attention is ops.paged_attention:  # the twin multiplies what is masked by 0
+            assert got[sees].isnan().sum() == 2
+        case = make()
+        case.q = case.q.clone()
+        put(case.q, (sees, 1, 7), bits)
+        got = case.run(window, attention=attention)
+        assert got[sees, 1].isnan().all()
+        assert torch.equal(got[sees, 2:], clean[sees, 2:])
+
+
+@pytest.mark.parametrize(("dtype", "bits"), EACH_NAN, ids=str)
+def test_every_kernel_shows_every_nan(dtype, bits):
+    """Each operand in turn; where the exact result has a NaN the kernel's has one, and nowhere else."""
+
+    def check(op, *tensors: Tensor) -> None:
+        for i in range(len(tensors)):
+            given = [t.clone() for t in tensors]
+            put(
+                given[i],
+                tuple(n // 2 for n in given[i].shape),
+                bits if given[i].dtype is dtype else NANS[given[i].dtype][3],
+            )
+            want = op(*(t.double() for t in given))
+            assert want.isnan().any()
+            assert torch.equal(op(*given).isnan(), want.isnan()), f"operand {i}"
+
+    def linear(x, weight, bias):
+        if x.dtype is torch.float64:
+            return torch.nn.functional.linear(x, weight, bias)
+        return ops.linear(x, ops.pack_linear_weight(weight), bias)
+
+    def rms_norm(x, weight):
+        return (ops.rms_norm_ref if x.dtype is torch.float64 else ops.rms_norm)(x, weight, 1e-6)
+
+    def add_norm(x, residual, weight):
+        op = ops.fused_add_rms_norm_ref if x.dtype is torch.float64 else ops.fused_add_rms_norm
+        return torch.cat(op(x, residual, weight, 1e-6))
+
+    def silu(x):
+        return (ops.silu_and_mul_ref if x.dtype is torch.float64 else ops.silu_and_mul)(x)
+
+    def rotary(q, k):
+        op = ops.rotary_embedding_ref if q.dtype is torch.float64 else ops.rotary_embedding
+        cache = torch.rand(9, 8, generator=torch.Generator().manual_seed(0))
+        op(torch.arange(5), q, k, cache)
+        return torch.cat((q, k), dim=1)
+
+    def experts(x, w13, w2, weights):
+        ids = torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1], [1, 2]])
+        if x.dtype is torch.float64:
+            return naive_experts(x, w13, w2, ids, weights)[0]
+        return ops.fused_experts(x, ops.pack_expert_weights(w13, True), ops.pack_expert_weights(w2), ids, weights)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape).to(dtype)
+
+    check(linear, randn(5, 33), randn(40, 33), randn(40))
+    check(rms_norm, randn(5, 40), randn(40))
+    check(rms_norm, randn(5, 40), torch.randn(40))  # a wide NaN is rounded to the narrow type
+    check(add_norm, randn(5, 40), randn(5, 40), randn(40))
+    check(silu, randn(5, 80))
+    check(rotary, randn(5, 3, 8), randn(5, 2, 8))
+    check(experts, randn(5, 32), randn(3, 40, 32), randn(3, 32, 20), torch.rand(5, 2))
+
+
+def test_a_tensor_of_another_device_is_an_error():
+    """Not a crash: its address means nothing to the kernels. The meta device stands for all others."""
+    packed = ops.pack_linear_weight(torch.randn(8, 16))
+    w13, w2 = ops.pack_expert_weights(torch.randn(4, 32, 8), True), ops.pack_expert_weights(torch.randn(4, 8, 16))
+    far = functools.partial(torch.zeros, device="meta")
+    ids, slots, cache = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), torch.zeros(3, 1, 8, 16)
+    tables = [torch.tensor(t, dtype=torch.int32) for t in ([[1, 1]], [0, 2], [2])]
+    heads = torch.randn(2, 1, 16)
+    calls = [
+        lambda: ops.pack_linear_weight(far(8, 16)),
+        lambda: ops.linear(far(2, 16), packed),
+        lambda: ops.linear(torch.randn(2, 16), packed, far(8)),
+        lambda: ops.embedding(ids.to("meta"), packed),
+        lambda: ops.rms_norm(far(2, 16), torch.ones(16), 1e-6),
+        lambda: ops.rms_norm(torch.randn(2, 16), far(16), 1e-6),
+        lambda: ops.fused_add_rms_norm(torch.randn(2, 16), far(2, 16), torch.ones(16), 1e-6),
+        lambda: ops.silu_and_mul(far(2, 16)),
+        lambda: ops.rotary_embedding(ids, heads, heads.clone(), far(4, 16)),
+        lambda: ops.reshape_and_cache(heads, heads, cache, cache.to("meta"), slots),
+        lambda: ops.paged_attention(heads, cache.to("meta"), cache, *tables, 1.0, torch.empty_like(heads)),
+        lambda: ops.paged_attention(
+            heads, cache, cache, tables[0].to("meta"), *tables[1:], 1.0, torch.empty_like(heads)
+        ),
+        lambda: ops.fused_experts(far(2, 8), w13, w2, ids[:, None], torch.ones(2, 1)),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"on meta: move it"):
+            call()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Threads
+
+
+def kernel_threads() -> list[int]:
+    tasks = Path("/proc/self/task")
+    return [int(t.name) for t in tasks.iterdir() if (t / "comm").read_text().strip() == "vllm-kernels"]
+
+
+def test_callers_on_several_threads(threads):
+    """One has the workers, the others compute alone: all right at the same time."""
+    packed, x = ops.pack_linear_weight(torch.randn(700, 200)), torch.randn(40, 200)
+    want = ops.linear(x, packed)
+    with ThreadPoolExecutor(4) as executor:
+        results = list(executor.map(lambda _: ops.linear(x, packed), range(200)))
+    assert all(torch.equal(result, want) for result in results)
+
+
+def test_a_forked_process_makes_its_own_threads():
+    torch.set_num_threads(2)
+    packed, x = ops.pack_linear_weight(torch.randn(700, 200)), torch.randn(40, 200)
+    want = ops.linear(x, packed)
+    assert kernel_threads()
+    pid = os.fork()
+    if pid == 0:
+        right = not kernel_threads() and all(torch.equal(ops.linear(x, packed), want) for _ in range(20))
+        os._exit(0 if right and len(kernel_threads()) == 1 else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_thread_that_is_put_off_holds_nobody_up():
+    """Beside a busy neighbour of far more weight the worker hardly ever runs; the caller then computes alone. A team
+    that waits for all its threads takes a hundred times as long."""
+    packed, x = ops.pack_linear_weight(torch.randn(3072, 576)), torch.randn(1, 576)
+
+    def median_s() -> float:
+        times = []
+        for _ in range(40):
+            start = time.perf_counter()
+            ops.linear(x, packed)
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+    torch.set_num_threads(1)
+    alone = median_s()
+    torch.set_num_threads(2)
+    ops.linear(x, packed)
+    core = max(os.sched_getaffinity(0))
+    neighbour = subprocess.Popen([sys.executable, "-c", "while 1: pass"])
+    try:
+        os.sched_setaffinity(neighbour.pid, {core})
+        for worker in kernel_threads():
+            os.sched_setaffinity(worker, {core})
+            os.sched_setscheduler(worker, os.SCHED_IDLE, os.sched_param(0))
+        crowded = median_s()
+    finally:
+        neighbour.kill()
+        neighbour.wait()
+        for worker in kernel_threads():
+            os.sched_setaffinity(worker, os.sched_getaffinity(0))
+            os.sched_setscheduler(worker, os.SCHED_OTHER, os.sched_param(0))
+    assert crowded < 8 * alone + 1e-3, f"{crowded * 1e3:.2f} ms beside a busy neighbour, {alone * 1e3:.2f} ms alone"
+
+
+@pytest.mark.parametrize("first", ["torch", "vllm"])
+def test_waiting_threads_sleep(first):
+    """The kernels' and torch's own, whichever is imported first: no core is kept busy between operations."""
+    process = python(
+        f"""
+        import {first}
+        import os, time, torch
+        from vllm import _cpu_ops as ops
+        torch.set_num_threads(2)
+        assert ops.kernels_available()
+        packed, x, row = ops.pack_linear_weight(torch.randn(3072, 576)), torch.randn(1 << 18), torch.randn(1, 576)
+        for op in (lambda: ops.linear(row, packed), x.exp):
+            op()
+            waits = 0.0
+            for _ in range(20):
+                op()
+                start = time.process_time()
+                time.sleep(0.01)
+                waits += time.process_time() - start
+            print(f"{{waits / 20 * 1e3:.3f}}")
+        """,
+        OMP_WAIT_POLICY=None,
+        GOMP_SPINCOUNT=None,
+        OMP_NUM_THREADS=None,
+    )
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    kernels_ms, torch_ms = map(float, output.splitlines()[-2:])
+    assert kernels_ms < 1, f"the kernels' threads are busy for {kernels_ms} ms of a wait of 10"
+    assert torch_ms < 1, f"torch's threads are busy for {torch_ms} ms of a wait of 10"
 
 
 def test_twins_run_where_there_are_no_kernels(plain):
@@ -638,14 +876,16 @@ def test_twins_run_where_there_are_no_kernels(plain):
         assert_close(got, want, magnitude * (1 + 8 * torch.finfo(dtype).eps / SUM))
 
 
-def python(code: str, **env: str) -> subprocess.Popen:
+def python(code: str, **env: str | None) -> subprocess.Popen:
+    """A process over this one's variables and ``env``, in which None unsets."""
     root = str(Path(ops.__file__).parents[1])
+    variables = {**os.environ, "PYTHONPATH": root, **env}
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "PYTHONPATH": root, **env},
+        env={name: value for name, value in variables.items() if value is not None},
     )
 
 
@@ -666,36 +906,21 @@ def test_switch_off_says_so_once():
 
 
 def test_four_processes_build_once(tmp_path):
-    """One compiler run for all, and one OpenMP library in each process."""
+    """One compiler run for all."""
     compiler, source, cache = tmp_path / "cxx", tmp_path / "source", tmp_path / "cache"
     compiler.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/runs\nexec g++ "$@"\n')
     compiler.chmod(0o755)
     source.mkdir()
-    (source / "team.cpp").write_text(
-        """
-        #include <omp.h>
-        extern "C" __attribute__((visibility("default"))) int team(int n) {
-          int seen = 0;
-          #pragma omp parallel num_threads(n) reduction(+ : seen)
-          seen += 1;
-          return seen;
-        }
-        """
-    )
+    (source / "seven.cpp").write_text('extern "C" __attribute__((visibility("default"))) int seven() { return 7; }')
     code = f"""
-        import pathlib, torch
+        import pathlib
         from vllm.csrc import build
-        torch.set_num_threads(2)
-        torch.ones(1 << 20).sum()
         build.SOURCE_DIR = pathlib.Path({str(source)!r})
-        assert build.load().team(2) == 2
-        maps = open("/proc/self/maps").read()
-        print(len({{line.split()[-1] for line in maps.splitlines() if "omp" in line.rsplit("/", 1)[-1]}}))
+        assert build.load().seven() == 7
     """
     processes = [python(code, VLLM_CACHE_ROOT=str(cache), CXX=str(compiler)) for _ in range(4)]
     outputs = [process.communicate(timeout=300)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * 4, outputs
-    assert all(output.splitlines()[-1] == "1" for output in outputs), f"more than one OpenMP library: {outputs}"
     runs = [line for line in (tmp_path / "runs").read_text().splitlines() if line != "--version"]
     assert len(runs) == 2, runs  # one source, one link
     assert sorted(path.suffix for path in (cache / "kernels").iterdir()) == [".lock", ".so"]
@@ -721,7 +946,7 @@ def test_no_build_falls_back_with_one_line(fault, tmp_path, monkeypatch):
 def test_a_changed_source_gets_another_name(monkeypatch, tmp_path):
     """No stale library: the name follows the sources and the flags."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
-    monkeypatch.setattr(build, "_compile", lambda compiler, target, openmp: target.touch())
+    monkeypatch.setattr(build, "_compile", lambda compiler, target: target.touch())
     first = build.build()
     assert build.build() == first
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DOTHER"))

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from toy_checkpoint import ToyModel
 
 from vllm.model_executor.models.registry import ModelRegistry
@@ -15,11 +14,5 @@ def toy_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def poison():
-    """Uninitialised memory is NaN (floats) or the largest value (integers)."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(before[0])
-    torch.utils.deterministic.fill_uninitialized_memory = before[1]
+def poison(nan_poison):
+    """Uninitialised memory is NaN (floats), something out of range or -1 (integers)."""

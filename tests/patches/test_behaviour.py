@@ -73,13 +73,8 @@ class Stop(Exception):
 
 
 @pytest.fixture
-def poison():
+def poison(nan_poison: None) -> None:
     """Every uninitialised byte is NaN, as on a device that reuses memory."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 def forward_context(mode: str) -> types.SimpleNamespace:

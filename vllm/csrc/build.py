@@ -4,14 +4,15 @@ builds them ahead of the first use.
 
 The library lies in ``VLLM_CACHE_ROOT`` under a name that is a hash of the sources, the compiler, its flags and the
 processor's features, so that a changed source or another machine never meets an old build. Processes that start
-together wait for one build. It is linked to the OpenMP library that torch has loaded: a second pool of threads in the
-process would fight the first for the cores.
+together wait for one build. The kernels have threads of their own (pool.h). Torch's operations run on OpenMP's, which
+by default keep a core busy for milliseconds after each of them: ``limit_openmp_spinning`` ends that.
 """
 
 from __future__ import annotations
 
 import ctypes
 import fcntl
+import functools
 import hashlib
 import os
 import platform
@@ -19,6 +20,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 
 import torch
@@ -29,24 +31,44 @@ from vllm.logger import init_logger
 logger = init_logger(__name__)
 
 SOURCE_DIR = Path(__file__).parent
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-w")
+_MOST_SPARE_THREADS = 16  # libgomp ends the process where it cannot make one
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-pthread", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-w")
 
 
 class BuildError(RuntimeError):
     """The kernels cannot be built here; the message says why."""
 
 
-def openmp_library() -> str:
-    """Path of the OpenMP library that torch's CPU build runs on."""
-    found = {
-        line.split(maxsplit=5)[5].strip()
-        for line in Path("/proc/self/maps").read_text().splitlines()
-        if re.search(r"/lib(gomp|iomp5|omp)[^/]*\.so[^/]*$", line)
-    }
-    if not found:
-        raise BuildError(f"torch {torch.__version__} has loaded no OpenMP library")
+def openmp_library() -> str | None:
+    """Path of the GNU OpenMP library that this process has loaded, as torch's CPU builds do."""
+    found = re.findall(r"(/\S*/libgomp[^/\s]*\.so\S*)$", Path("/proc/self/maps").read_text(), re.MULTILINE)
     torch_home = str(Path(torch.__file__).parent)
-    return min(found, key=lambda path: (not path.startswith(torch_home), path))
+    return min(found, key=lambda path: (not path.startswith(torch_home), path), default=None)
+
+
+@functools.cache
+def limit_openmp_spinning() -> None:
+    """Let OpenMP's waiting threads sleep soon, also where torch was loaded before ``vllm`` could set GOMP_SPINCOUNT.
+
+    libgomp's documentation: with more threads than cores they look 100 times instead of 300,000 before they sleep. So a
+    thread of this process holds a team of its own, asleep, that makes them more. A variable of the user's stands.
+    """
+    path, threads = openmp_library(), torch.get_num_threads()
+    if path is None or threads == 1 or "GOMP_SPINCOUNT" in os.environ or "OMP_WAIT_POLICY" in os.environ:
+        return
+    team = len(os.sched_getaffinity(0)) - threads + 2
+    if not 2 <= team <= _MOST_SPARE_THREADS:
+        logger.info("OMP_WAIT_POLICY=passive keeps torch's threads from fighting others for the cores")
+        return
+
+    def hold() -> None:
+        ctypes.CDLL(path).GOMP_parallel(ctypes.CDLL(None).sched_yield, None, team, 0)
+        held.set()
+        threading.Event().wait()
+
+    held = threading.Event()
+    threading.Thread(target=hold, name="openmp-team", daemon=True).start()
+    held.wait()
 
 
 def _compiler() -> str:
@@ -71,13 +93,13 @@ def _run(commands: list[list[str]]) -> None:
             raise BuildError(f"{' '.join(command)} exited with {process.returncode}: {error.strip()[-1000:]}")
 
 
-def _compile(compiler: str, target: Path, openmp: str) -> None:
+def _compile(compiler: str, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
         sources = sorted(SOURCE_DIR.glob("*.cpp"))
         objects = [str(Path(folder, f"{source.stem}.o")) for source in sources]
         _run([[compiler, *FLAGS, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)])
         library = str(Path(folder, target.name))
-        _run([[compiler, "-shared", *objects, "-o", library, openmp, f"-Wl,-rpath,{Path(openmp).parent}"]])
+        _run([[compiler, "-shared", "-pthread", *objects, "-o", library]])
         os.replace(library, target)
 
 
@@ -85,12 +107,12 @@ def build() -> Path:
     """Path of the built library, built now if it is not there.
 
     Raises:
-        BuildError: no compiler, no OpenMP, or the compiler refused.
+        BuildError: no compiler, or it refused.
         OSError: the cache folder cannot be written.
     """
-    compiler, openmp = _compiler(), openmp_library()
+    compiler = _compiler()
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    digest = hashlib.sha256("\n".join([version, _cpu_features(), openmp, *FLAGS]).encode())
+    digest = hashlib.sha256("\n".join([version, _cpu_features(), *FLAGS]).encode())
     for source in sorted(SOURCE_DIR.glob("*.[ch]*")):
         digest.update(source.name.encode() + source.read_bytes())
     root = Path(envs.VLLM_CACHE_ROOT) / "kernels"
@@ -101,12 +123,13 @@ def build() -> Path:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.exists():
                 logger.info("building the CPU kernels into %s (once per machine and version)", target)
-                _compile(compiler, target, openmp)
+                _compile(compiler, target)
     return target
 
 
 def load() -> ctypes.CDLL | None:
     """The kernels, or None (with one log line) where the plain torch twins run instead."""
+    limit_openmp_spinning()
     if not envs.VLLM_CPU_KERNELS:
         logger.info("VLLM_CPU_KERNELS=0: plain torch operations instead of the CPU kernels")
         return None

@@ -2,8 +2,7 @@
 // Vector types of the build machine, the three storage types, and the thread loop.
 #pragma once
 
-#include <omp.h>
-
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
@@ -13,6 +12,8 @@
 #include <new>
 #include <type_traits>
 #include <utility>
+
+#include "pool.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -165,7 +166,7 @@ INLINE vf at_least(vf low, vf x) {  // a NaN x stays
 }
 
 // exp(x) for x <= 88 by 2^n * p(r), r in [-ln2/2, ln2/2]: Taylor of degree 7, error about 1 ulp. Below -86 the result
-// is 0; NaN stays NaN.
+// is 0. A NaN of any payload stays one, because p is one and 2^n a factor: adding n to p's exponent would make numbers of it.
 INLINE vf exp(vf x) {
   const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   vf c = at_least(splat(-86.0f), x);
@@ -180,8 +181,8 @@ INLINE vf exp(vf x) {
   p = fma(p, r, splat(0.5f));
   p = fma(p, r, splat(1.0f));
   p = fma(p, r, splat(1.0f));
-  vf y = (vf)((vu)p + ((vu)shifted << 23));  // the low bits of `shifted` are n
-  return x < splat(-86.0f) ? vf{} : y;
+  vf power = (vf)(((vu)shifted << 23) + 0x3f800000u);  // the low bits of `shifted` are n
+  return x < splat(-86.0f) ? vf{} : p * power;
 }
 
 INLINE vf silu(vf x) {
@@ -219,44 +220,28 @@ INLINE void transpose(vu (&m)[VL]) {
   if constexpr (VL > 8) transpose_stage<8>(m, lanes);
 }
 
-// Runs fn(thread) on n threads of the process's one OpenMP pool.
+// Runs fn() on up to n threads; see pool.h.
 template <class F> void on_threads(int n, F&& fn) {
-  if (n <= 1) {
-    fn(0);
-    return;
-  }
-#pragma omp parallel num_threads(n)
-  fn(omp_get_thread_num());
-}
-
-// fn(begin, end) over [0, n) in one contiguous range a thread; `grain` items are too few to share.
-template <class F> void for_range(int threads, int64_t n, int64_t grain, F&& fn) {
-  int64_t parts = (n + grain - 1) / grain;
-  int used = (int)(parts < threads ? parts : threads);
-  if (used <= 1) {
-    if (n > 0) fn((int64_t)0, n);
-    return;
-  }
-#pragma omp parallel num_threads(used)
-  {
-    // the runtime may give fewer threads than asked for
-    int64_t t = omp_get_thread_num(), all = omp_get_num_threads();
-    int64_t begin = n * t / all, end = n * (t + 1) / all;
-    if (begin < end) fn(begin, end);
-  }
+  run_on_threads(n, [](void* f) { (*(std::remove_reference_t<F>*)f)(); }, (void*)&fn);
 }
 
 // fn(task) over [0, n); threads take the next task when they are free.
 template <class F> void for_tasks(int threads, int64_t n, F&& fn) {
-  int used = (int)(n < threads ? n : threads);
-  if (used <= 1) {
-    for (int64_t i = 0; i < n; i++) fn(i);
-    return;
-  }
   std::atomic<int64_t> next{0};
-#pragma omp parallel num_threads(used)
-  for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) fn(i);
+  on_threads((int)(n < threads ? n : threads), [&] {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) fn(i);
+  });
 }
+
+// fn(begin, end) over [0, n) in contiguous pieces, a few for each thread; fewer than `grain` items are not worth one.
+template <class F> void for_range(int threads, int64_t n, int64_t grain, F&& fn) {
+  int64_t parts = (n + grain - 1) / grain, most = threads > 1 ? 4 * threads : 1;
+  if (parts > most) parts = most;
+  for_tasks(threads, parts, [&](int64_t i) { fn(n * i / parts, n * (i + 1) / parts); });
+}
+
+// Tests fill all scratch with this word, where it is not 0, each time before it is used.
+inline uint32_t scratch_poison = 0;
 
 // Scratch of one thread, kept between calls and grown when needed; 64-byte aligned, contents undefined.
 struct Scratch {
@@ -271,6 +256,7 @@ struct Scratch {
       if (!data) std::abort();
       bytes = need;
     }
+    if (scratch_poison) std::fill_n((uint32_t*)data, bytes / 4, scratch_poison);
     return (T*)data;
   }
 };

@@ -114,7 +114,7 @@ void linear(int64_t M, int64_t N, int64_t K, const T* x, int64_t ldx, const T* w
   int64_t chunk = ((panels + chunks - 1) / chunks + NP_MAX - 1) / NP_MAX * NP_MAX;
   chunks = (panels + chunk - 1) / chunk;
   std::atomic<int64_t> next{0};
-  on_threads(threads, [&](int) {
+  on_threads(threads, [&] {
     int64_t have = -1;
     Rows a{};
     for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < m_blocks * chunks;) {
@@ -263,6 +263,7 @@ template <class T> int experts(const ExpertsArgs& args) {
 
 EXPORT int vc_panel_width(const void*) { return NR; }
 EXPORT int vc_matrix_unit(const void*) { return matrix_unit(); }
+EXPORT void vc_poison_scratch(uint32_t word) { scratch_poison = word; }
 
 struct PackArgs { int64_t dtype, N, K; const void* w; int64_t ldw; void* out; int64_t threads; };
 EXPORT int vc_pack(const PackArgs* a) {

@@ -23,12 +23,8 @@ NEVER = -1
 
 
 @pytest.fixture(autouse=True)
-def poison():
+def poison(nan_poison):
     """Every uninitialised byte is NaN."""
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def request(params: SamplingParams, prompt=(1, 2, 3), output=(), eos=NEVER, name="r") -> Request:

@@ -24,7 +24,9 @@ _PACKAGES = (
     "oneccl-bind-pt vllm-xpu-kernels fla-core"
 )
 _CPU_FLAGS = "avx2 f16c fma avx512f avx512_bf16 avx512_fp16 avx512_vnni amx_tile amx_bf16 asimd bf16"
-_PREFIXES = "CCL_ FI_ I_MPI_ VLLM_ SYCL_ UR_ ZE_ ZES_ ONEAPI_ NCCL_ CUDA_ GLOO_ OMP_ KMP_ MKL_ TORCH_ PYTORCH_ MASTER_"
+_PREFIXES = (
+    "CCL_ FI_ I_MPI_ VLLM_ SYCL_ UR_ ZE_ ZES_ ONEAPI_ NCCL_ CUDA_ GLOO_ OMP_ GOMP_ KMP_ MKL_ TORCH_ PYTORCH_ MASTER_"
+)
 _RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LD_PRELOAD")
 
 
