@@ -18,7 +18,7 @@ from vllm.platforms import host_limits
 from vllm.platforms.interface import PeakMemory, Platform
 
 
-class _LiveStorages(TorchDispatchMode):
+class _CountsStorages:
     """Counts the bytes of the memory that operations make while it lives: torch keeps no such count on CPU."""
 
     def __init__(self) -> None:
@@ -48,6 +48,10 @@ class _LiveStorages(TorchDispatchMode):
         self._known.add(number)
         self.live += size
         self.peak = max(self.peak, self.live)
+
+
+class _LiveStorages(_CountsStorages, TorchDispatchMode):
+    """Torch hides the handler that a mode has in its own body from the compiler, and imports all of that to do so."""
 
 
 class CpuPlatform(Platform):
