@@ -124,7 +124,7 @@ def _number(path: Path) -> int | None:
 
 
 def _memory_left(folder: Path) -> int | None:
-    stat = dict(line.split() for line in _lines(folder / "memory.stat"))
+    stat = dict(words for line in _lines(folder / "memory.stat") if len(words := line.split()) == 2)
     names = ("memory.max", "memory.high", "memory.limit_in_bytes")
     found = [number for name in names if (number := _number(folder / name)) is not None]
     limit = min([*found, int(stat.get("hierarchical_memory_limit", _UNLIMITED))])
