@@ -79,7 +79,7 @@ def usable_processors(everyones: Sequence[Sequence[Limit]] = (), mine: Sequence[
 
 def control_groups(controller: str, proc: Path = PROC) -> list[Path]:
     """The folders of this process's groups under ``controller``, innermost first, of both versions."""
-    paths = {}
+    paths: dict[str, str] = {}
     for line in _lines(proc / "self/cgroup"):
         _, controllers, path = line.split(":", 2)
         paths.update(dict.fromkeys(controllers.split(","), path))
@@ -88,12 +88,12 @@ def control_groups(controller: str, proc: Path = PROC) -> list[Path]:
         where, _, what = line.partition(" - ")
         root, mount = where.split()[3:5]
         kind, *_, options = what.split()
-        path = paths.get("" if kind == "cgroup2" else controller)
-        if path is None or not (kind == "cgroup2" or (kind == "cgroup" and controller in options.split(","))):
+        group = paths.get("" if kind == "cgroup2" else controller)
+        if group is None or not (kind == "cgroup2" or (kind == "cgroup" and controller in options.split(","))):
             continue
         top = Path(re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), mount))
         # A path outside of what is mounted here belongs to a group that this process cannot see.
-        inner = Path(os.path.relpath(path, root))
+        inner = Path(os.path.relpath(group, root))
         levels = [] if ".." in inner.parts else [top / inner, *(top / above for above in inner.parents)]
         folders += [folder for folder in dict.fromkeys([*levels, top]) if folder.is_dir()]
     return folders

@@ -61,7 +61,8 @@ class Attention(nn.Module):
         if output is None:
             output = query.new_empty(num_tokens_padded, self.num_heads * self.head_size)
         if context.attn_metadata is None:
-            return output.zero_()
+            # Not in the buffer, which is only made here: its rows stay unwritten until a step writes them.
+            return query.new_zeros(num_tokens_padded, self.num_heads * self.head_size)
         assert self.kv_cache is not None, f"{self.layer_name}: the KV cache was never bound"
         metadata = context.attn_metadata[self.layer_name]
         self.impl.forward(
