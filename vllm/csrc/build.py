@@ -21,12 +21,14 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from vllm import envs
 from vllm.logger import init_logger
+from vllm.platforms.host_limits import usable_processors
 
 logger = init_logger(__name__)
 
@@ -85,12 +87,15 @@ def _cpu_features() -> str:
 
 
 def _run(commands: list[list[str]]) -> None:
-    """Runs the commands side by side; raises with the first failure's last words."""
-    running = [subprocess.Popen(c, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for c in commands]
-    errors = [process.communicate()[1] for process in running]
-    for command, process, error in zip(commands, running, errors, strict=True):
-        if process.returncode != 0:
-            raise BuildError(f"{' '.join(command)} exited with {process.returncode}: {error.strip()[-1000:]}")
+    """Runs the commands, one for each processor at a time; raises with the first failure's last words."""
+
+    def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+
+    with ThreadPoolExecutor(usable_processors()) as pool:
+        for done in pool.map(run, commands):
+            if done.returncode != 0:
+                raise BuildError(f"{' '.join(done.args)} exited with {done.returncode}: {done.stderr.strip()[-1000:]}")
 
 
 def _compile(compiler: str, target: Path) -> None:

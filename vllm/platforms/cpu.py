@@ -5,10 +5,53 @@ from __future__ import annotations
 
 import os
 import platform as host
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from vllm.platforms.interface import Platform
+from vllm.platforms import host_limits
+from vllm.platforms.interface import PeakMemory, Platform
+
+
+class _CountsStorages:
+    """Counts the bytes of the memory that operations make while it lives: torch keeps no such count on CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bytes: dict[weakref.ref[torch.UntypedStorage], int] = {}
+        self._known: set[int] = set()
+        self.live = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in given | self._known:
+                    self._add(storage)
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        number, size = storage._cdata, storage.nbytes()
+
+        def freed(reference: weakref.ref[torch.UntypedStorage]) -> None:
+            self.live -= self._bytes.pop(reference)
+            self._known.discard(number)
+
+        self._bytes[weakref.ref(storage, freed)] = size
+        self._known.add(number)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+
+class _LiveStorages(_CountsStorages, TorchDispatchMode):
+    """Torch hides the handler that a mode has in its own body from the compiler, and imports all of that to do so."""
 
 
 class CpuPlatform(Platform):
@@ -32,11 +75,22 @@ class CpuPlatform(Platform):
         return host.processor() or host.machine()
 
     def memory_info(self, device: torch.device) -> tuple[int, int]:
-        """(available, physical) bytes of the host."""
-        page = os.sysconf("SC_PAGE_SIZE")
-        total = os.sysconf("SC_PHYS_PAGES") * page
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024, total
-        return os.sysconf("SC_AVPHYS_PAGES") * page, total
+        """(what this process can still get, physical) bytes of the host."""
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return min(int(limit.free) for limit in host_limits.memory_limits()), total
+
+    def memory_limits(self, device: torch.device, utilization: float) -> list[host_limits.Limit]:
+        return [
+            host_limits.Limit(limit.label, int(limit.free * utilization), limit.pool)
+            for limit in host_limits.memory_limits()
+        ]
+
+    def processor_limits(self) -> list[host_limits.Limit]:
+        return host_limits.processor_limits()
+
+    @contextmanager
+    def measure_peak(self, device: torch.device) -> Iterator[PeakMemory]:
+        measured = PeakMemory()
+        with _LiveStorages() as storages:
+            yield measured
+        measured.bytes = storages.peak

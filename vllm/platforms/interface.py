@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 
 from vllm import envs
 from vllm.logger import init_logger
+from vllm.platforms.host_limits import Limit
 
 logger = init_logger(__name__)
 
@@ -56,6 +59,13 @@ def policies_of(device_type: str) -> ParallelPolicies:
     return replace(POLICIES[name], **overrides)
 
 
+@dataclass
+class PeakMemory:
+    """``bytes``: the most that tensors made in the measured block held at one time; known after the block."""
+
+    bytes: int = 0
+
+
 class Platform:
     """A device type. Subclasses name it and fill in what differs.
 
@@ -91,6 +101,32 @@ class Platform:
     def memory_info(self, device: torch.device) -> tuple[int, int]:
         """(free, total) bytes."""
         raise NotImplementedError
+
+    def memory_limits(self, device: torch.device, utilization: float) -> list[Limit]:
+        """Bytes that this process may still take, by each limit that there is.
+
+        ``utilization``: the share of a device's memory that the process may hold in all, what it holds already
+        included; on CPU, where others' memory is in sight as well, the share of what is free.
+        """
+        free, total = self.memory_info(device)
+        return [Limit(f"{utilization:.0%} of the memory of {device}", int(total * utilization) - (total - free))]
+
+    def processor_limits(self) -> list[Limit]:
+        """Processors that this process may compute on, by each limit; empty where it computes on a device."""
+        return []
+
+    @contextmanager
+    def measure_peak(self, device: torch.device) -> Iterator[PeakMemory]:
+        """Measure what the block takes for a time, beside what is there before it."""
+        memory, measured = getattr(torch, self.device_type), PeakMemory()
+        self.synchronize()
+        self.empty_cache()
+        before = memory.memory_reserved(device)
+        memory.reset_peak_memory_stats(device)
+        yield measured
+        self.synchronize()
+        measured.bytes = memory.max_memory_reserved(device) - before
+        self.empty_cache()
 
     def synchronize(self) -> None:
         """Wait for the device's queued work."""

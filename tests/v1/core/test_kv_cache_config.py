@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vllm.config import CacheConfig, SchedulerConfig
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config, useful_cache_bytes
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, MambaSpec
 
 ATTENTION = AttentionSpec(num_kv_heads=2, head_size=16, dtype=torch.bfloat16)  # 128 bytes a token, 2048 a block
@@ -71,3 +71,15 @@ def test_override_wins_but_must_hold_a_request():
     assert get_kv_cache_config(LAYERS, 0, config(num_gpu_blocks_override=9)).num_blocks == 9
     with pytest.raises(ValueError, match="there are 7"):
         get_kv_cache_config(LAYERS, 10**9, config(num_gpu_blocks_override=7))
+
+
+def test_a_cache_that_nobody_named_holds_all_requests_and_as_much_again_for_prefixes():
+    mixed = {**LAYERS, "2": MAMBA}
+    assert useful_cache_bytes(LAYERS, config(enable_prefix_caching=False)) == (4 * 7 + 1) * 4096
+    assert useful_cache_bytes(LAYERS, config()) == (2 * 4 * 7 + 1) * 4096
+    assert useful_cache_bytes(mixed, config(enable_prefix_caching=False)) == (4 * 7 + 1) * 4096 + 5 * 188
+    # Not past 131072 blocks for prefixes, but never less than the requests hold.
+    assert useful_cache_bytes(LAYERS, config(max_model_len=16 * 30000)) == 131072 * 4096
+    assert useful_cache_bytes(LAYERS, config(max_model_len=16 * 50000)) == 200001 * 4096
+    fits = get_kv_cache_config(LAYERS, useful_cache_bytes(LAYERS, config()), config())
+    assert fits.num_blocks == 2 * 4 * 7 + 1

@@ -59,8 +59,8 @@ def test_a_step_allocates_nothing_in_its_layers(name: str) -> None:
     assert not any(by_step), by_step
 
 
-def test_layers_of_a_kind_share_a_buffer_that_grows_and_never_shows_other_rows() -> None:
-    buffers = StepBuffers()
+def test_layers_of_a_kind_share_a_buffer_of_the_largest_step() -> None:
+    buffers = StepBuffers(5)
     first, second = (buffer_key(f"model.layers.{i}.mlp.down_proj.weight", 8, torch.float32) for i in (0, 11))
     other = buffer_key("model.layers.0.self_attn.o_proj.weight", 8, torch.float32)
     assert first == second
@@ -71,6 +71,10 @@ def test_layers_of_a_kind_share_a_buffer_that_grows_and_never_shows_other_rows()
     assert buffers.take(first, 2).shape == (2, 8)
     assert buffers.take(other, 3).data_ptr() != three.data_ptr()
     assert buffers.take(first, 5).shape == (5, 8)
+    assert buffers.take(first, 5).data_ptr() == three.data_ptr()
+    assert buffers.nbytes == 2 * 5 * 8 * 4
+    with pytest.raises(AssertionError, match="6 rows in a step of at most 5"):
+        buffers.take(first, 6)
 
 
 def test_outside_a_step_the_caller_allocates() -> None:
@@ -78,7 +82,7 @@ def test_outside_a_step_the_caller_allocates() -> None:
     assert step_buffer(key, 3) is None
     with set_forward_context(None):
         assert step_buffer(key, 3) is None
-    with set_forward_context(None, step_buffers=StepBuffers()):
+    with set_forward_context(None, step_buffers=StepBuffers(3)):
         taken = step_buffer(key, 3)
         assert taken is not None
         assert taken.shape == (3, 8)

@@ -17,7 +17,7 @@ import torch
 
 from vllm import __version__, envs
 from vllm.entrypoints.cli.main import Parser
-from vllm.platforms import PLATFORMS, current_platform, get_platform
+from vllm.platforms import PLATFORMS, current_platform, get_platform, host_limits
 
 _PACKAGES = (
     "torch transformers tokenizers safetensors gguf numpy jinja2 triton lm-eval intel-extension-for-pytorch "
@@ -64,11 +64,12 @@ def _processor() -> dict[str, Any]:
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "name": model.group(1) if model else platform.processor() or platform.machine(),
-        "cores usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores usable": min(limit.free for limit in host_limits.processor_limits()),
         "cores": os.cpu_count(),
         "features": [flag for flag in _CPU_FLAGS.split() if flag in found],
         "torch capability": torch.backends.cpu.get_cpu_capability(),
         "memory GiB": round(pages / 2**30, 1),
+        "memory free": [f"{limit.free / 2**30:.1f} GiB under {limit.label}" for limit in host_limits.memory_limits()],
     }
 
 

@@ -18,9 +18,13 @@ Key = tuple[str, int, torch.dtype]
 
 
 class StepBuffers:
-    """The buffers of one engine; they grow to the largest step, which profiling runs first."""
+    """The buffers of one engine, each made for the largest step, of ``max_rows`` rows, when it is first taken.
 
-    def __init__(self) -> None:
+    The engine's first step is one of profiling, so that none is made in service.
+    """
+
+    def __init__(self, max_rows: int) -> None:
+        self.max_rows = max_rows
         self._buffers: dict[Key, torch.Tensor] = {}
         self._last: dict[Key, tuple[int, torch.Tensor]] = {}
 
@@ -29,12 +33,17 @@ class StepBuffers:
         last = self._last.get(key)
         if last is not None and last[0] == rows:
             return last[1]
+        assert rows <= self.max_rows, f"{rows} rows in a step of at most {self.max_rows}"
         buffer = self._buffers.get(key)
-        if buffer is None or buffer.shape[0] < rows:
-            buffer = self._buffers[key] = torch.empty(rows, key[1], dtype=key[2], device="cpu")
+        if buffer is None:
+            buffer = self._buffers[key] = torch.empty(self.max_rows, key[1], dtype=key[2], device="cpu")
         view = buffer[:rows]
         self._last[key] = rows, view
         return view
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers.values())
 
 
 def buffer_key(name: str, columns: int, dtype: torch.dtype) -> Key:

@@ -82,6 +82,10 @@ class AttentionImpl(ABC):
         num_actual_tokens on are left as they are: the layer sets them to 0.
         """
 
+    def workspace_bytes(self, num_tokens: int, max_model_len: int, dtype: torch.dtype) -> int:
+        """What ``forward`` allocates for a time, at most, in a step of ``num_tokens``: profiling runs no attention."""
+        return 0
+
 
 class AttentionBackend(ABC):
     """A named pair of implementation and metadata builder, and the shape of its cache."""

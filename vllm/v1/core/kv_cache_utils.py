@@ -17,6 +17,26 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def _sizes(specs: Mapping[str, KVCacheSpec], vllm_config: VllmConfig) -> tuple[int, int, int, int]:
+    """(bytes of a block, of a state slot, state slots, blocks that ``max_num_seqs`` full requests hold and one more)"""
+    block_size, max_num_seqs = vllm_config.cache_config.block_size, vllm_config.scheduler_config.max_num_seqs
+    bytes_per_block = block_size * sum(s.bytes_per_token for s in specs.values() if isinstance(s, AttentionSpec))
+    bytes_per_slot = sum(s.page_size_bytes for s in specs.values() if isinstance(s, MambaSpec))
+    most_blocks = max_num_seqs * cdiv(vllm_config.model_config.max_model_len, block_size) + 1
+    return bytes_per_block, bytes_per_slot, max_num_seqs + 1 if bytes_per_slot else 0, most_blocks
+
+
+def useful_cache_bytes(specs: Mapping[str, KVCacheSpec], vllm_config: VllmConfig) -> int:
+    """The size of a cache that nobody named: all that ``max_num_seqs`` requests of ``max_model_len`` tokens hold.
+
+    With prefix caching as many blocks again, for what requests that ended leave to later ones, up to 131072 in all.
+    """
+    bytes_per_block, bytes_per_slot, num_slots, most_blocks = _sizes(specs, vllm_config)
+    if vllm_config.cache_config.enable_prefix_caching:
+        most_blocks = max(most_blocks, min(2 * most_blocks - 1, _MOST_CACHED_BLOCKS))
+    return most_blocks * bytes_per_block + num_slots * bytes_per_slot
+
+
 def get_kv_cache_config(
     specs: Mapping[str, KVCacheSpec], available_bytes: int, vllm_config: VllmConfig, fit: bool = False
 ) -> KVCacheConfig:
@@ -31,12 +51,8 @@ def get_kv_cache_config(
     """
     cache, max_model_len = vllm_config.cache_config, vllm_config.model_config.max_model_len
     block_size, max_num_seqs = cache.block_size, vllm_config.scheduler_config.max_num_seqs
-    bytes_per_block = block_size * sum(s.bytes_per_token for s in specs.values() if isinstance(s, AttentionSpec))
-    bytes_per_slot = sum(s.page_size_bytes for s in specs.values() if isinstance(s, MambaSpec))
-    num_slots = max_num_seqs + 1 if bytes_per_slot else 0
-
+    bytes_per_block, bytes_per_slot, num_slots, most_blocks = _sizes(specs, vllm_config)
     needed_blocks = cdiv(max_model_len, block_size) + 1
-    most_blocks = max_num_seqs * (needed_blocks - 1) + 1
     bytes_for_blocks = available_bytes - num_slots * bytes_per_slot
     if cache.num_gpu_blocks_override is not None:
         num_blocks = cache.num_gpu_blocks_override
@@ -45,7 +61,7 @@ def get_kv_cache_config(
             f"recurrent state of max_num_seqs={max_num_seqs} requests and one pad slot takes {num_slots} x "
             f"{bytes_per_slot} bytes, but {available_bytes} bytes are available for the cache; lower max_num_seqs to "
             f"{max(available_bytes // bytes_per_slot - 1, 0)} or less, or raise kv_cache_memory_bytes / "
-            "gpu_memory_utilization"
+            "gpu_memory_utilization or the memory limit that the log names"
         )
     elif bytes_per_block == 0:
         num_blocks = most_blocks
@@ -59,6 +75,7 @@ def get_kv_cache_config(
             f"one request of max_model_len={max_model_len} tokens needs {needed_blocks} cache blocks of {block_size} "
             f"tokens, the null block included ({needed_blocks * bytes_per_block} bytes), but there are {num_blocks} "
             f"({available_bytes} bytes available, {num_slots * bytes_per_slot} of them for recurrent state); lower "
-            f"max_model_len to {fits} or less, or raise kv_cache_memory_bytes / gpu_memory_utilization"
+            f"max_model_len to {fits} or less, or raise kv_cache_memory_bytes / gpu_memory_utilization or the memory "
+            "limit that the log names"
         )
     return KVCacheConfig(num_blocks, block_size, num_slots, bytes_per_block, bytes_per_slot)

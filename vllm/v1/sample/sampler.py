@@ -13,7 +13,7 @@ from vllm.v1.sample.ops.penalties import apply_penalties
 from vllm.v1.sample.ops.topk_topp_sampler import block_sums, keep_from, limit_threshold, random_choice, row_max
 
 # Rows of log-probabilities worked on at once: bounds the memory beside the result at a few [64, V] fp32.
-_LOGPROB_ROWS = 64
+LOGPROB_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class Sampler:
         ids = torch.empty(num_rows, width + 1, dtype=torch.int32, device=logits.device)
         logprobs = torch.empty(num_rows, width + 1, dtype=torch.float32, device=logits.device)
         ranks = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
-        for start in range(0, num_rows, _LOGPROB_ROWS):
-            part = slice(start, start + _LOGPROB_ROWS)
+        for start in range(0, num_rows, LOGPROB_ROWS):
+            part = slice(start, start + LOGPROB_ROWS)
             values = logits[part].to(torch.float32, copy=True)
             chosen_ids = token_ids[part, None].to(torch.int64)
             chosen = values.gather(1, chosen_ids)

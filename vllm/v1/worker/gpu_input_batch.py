@@ -25,6 +25,10 @@ class InputBatch:
         self.row_of: dict[str, int] = {}
         self._free = list(range(max_num_reqs - 1, -1, -1))
 
+    @property
+    def nbytes(self) -> int:
+        return self.token_ids.nbytes + self.block_table.table.nbytes
+
     def add(self, request: Request, block_ids: list[int]) -> None:
         assert request.request_id not in self.row_of, f"request {request.request_id} has row {self.row_of}"
         assert self._free, f"no row left for request {request.request_id}: {len(self.row_of)} are in use"

@@ -28,10 +28,9 @@ from vllm.v1.worker.batch_plan import BatchPlan
 from vllm.v1.worker.dp_utils import coordinate_batch_across_dp, pads_to_max
 from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.input_buffers import InputBuffers
+from vllm.v1.worker.step_memory import PROMPT_LOGPROB_ROWS, largest_step_bytes
 
 logger = init_logger(__name__)
-
-_PROMPT_LOGPROB_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,14 @@ class GPUModelRunner:
         self.sampler = Sampler()
         self.pad_to_max = pads_to_max(platform.policies, parallel.enable_expert_parallel, parallel.data_parallel_size)
         self.step = 0
-        self.step_buffers = StepBuffers()
+        self.step_buffers = StepBuffers(self.max_num_tokens)
         self.any_unfinished_across_dp = False
+        model_config, cache, max_num_reqs = vllm_config.model_config, vllm_config.cache_config, scheduler.max_num_seqs
+        # DP ranks serve different requests: those without a seed of their own draw differently on each.
+        seed = model_config.seed + get_dp_group().rank_in_group
+        sampling = SamplingState(max_num_reqs, model_config.vocab_size, device, seed)
+        self.input_batch = InputBatch(max_num_reqs, model_config.max_model_len, cache.block_size, sampling)
+        self.buffers = InputBuffers(self.max_num_tokens, max_num_reqs, self.input_batch.block_table.max_blocks, device)
 
     # --- set-up -------------------------------------------------------------------------------------------------
 
@@ -76,40 +81,18 @@ class GPUModelRunner:
         return {m.layer_name: m for m in modules if hasattr(m, "get_kv_cache_spec")}
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
-        """Allocate caches, buffers and rows: after this nothing that lives longer than a step is allocated."""
+        """Allocate the caches: after this nothing that lives longer than a step is allocated."""
         self.kv_cache_config = kv_cache_config
         self.cached_layers = self._cached_layers()
         for layer in self.cached_layers.values():
             layer.bind_kv_cache(kv_cache_config)
         backends = {layer.backend for layer in self.cached_layers.values()}
         self.builders = {backend: backend.builder_cls(kv_cache_config) for backend in backends}
-        model_config, max_num_reqs = self.vllm_config.model_config, self.vllm_config.scheduler_config.max_num_seqs
-        # DP ranks serve different requests: those without a seed of their own draw differently on each.
-        seed = model_config.seed + get_dp_group().rank_in_group
-        self.input_batch = InputBatch(
-            max_num_reqs,
-            model_config.max_model_len,
-            kv_cache_config.block_size,
-            SamplingState(max_num_reqs, model_config.vocab_size, self.device, seed),
-        )
-        self.buffers = InputBuffers(
-            self.max_num_tokens, max_num_reqs, self.input_batch.block_table.max_blocks, self.device
-        )
 
     @torch.inference_mode()
-    def profile_run(self) -> None:
-        """The largest step there can be, without caches: what it takes is not free for the KV cache."""
-        num_tokens = self.max_num_tokens
-        agreement = coordinate_batch_across_dp(num_tokens, step=-1, has_unfinished=False, pad_to_max=self.pad_to_max)
-        plan = BatchPlan.make(agreement, 1)
-        zeros = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
-        with set_forward_context(
-            None, dp_metadata=self._dp_metadata(plan), batch_plan=plan, step_buffers=self.step_buffers, step=-1
-        ):
-            hidden_states = self.model(zeros, zeros)
-            num_logits = min(self.vllm_config.scheduler_config.max_num_seqs, num_tokens)
-            self.model.compute_logits(hidden_states[:num_logits])
-        self.platform.synchronize()
+    def profile_run(self) -> int:
+        """Bytes that the largest step takes, on this rank; see ``largest_step_bytes``."""
+        return largest_step_bytes(self)
 
     # --- one step -----------------------------------------------------------------------------------------------
 
@@ -264,8 +247,8 @@ class GPUModelRunner:
             start, first = int(inputs.starts[i]), int(inputs.first_positions[i])
             end = min(first + scheduler_output.num_scheduled_tokens[i], request.num_prompt_tokens - 1)
             columns: tuple[list[Any], ...] = ([], [], [])
-            for begin in range(first, end, _PROMPT_LOGPROB_ROWS):
-                stop = min(begin + _PROMPT_LOGPROB_ROWS, end)
+            for begin in range(first, end, PROMPT_LOGPROB_ROWS):
+                stop = min(begin + PROMPT_LOGPROB_ROWS, end)
                 logits = self.model.compute_logits(hidden_states[start + begin - first : start + stop - first])
                 targets = torch.tensor(request.prompt_token_ids[begin + 1 : stop + 1], device=self.device)
                 for column, tensor in zip(

@@ -24,6 +24,8 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.platforms import current_platform
+from vllm.platforms.host_limits import tightest, usable_processors
+from vllm.v1.core.kv_cache_utils import useful_cache_bytes
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.debug import watchdog
 from vllm.v1.debug.nan_trace import install_nan_trace
@@ -54,12 +56,21 @@ class Worker:
             parallel.tensor_parallel_size, parallel.data_parallel_size, parallel.enable_expert_parallel
         )
         watchdog.install(get_world_group())
+        self._limit_threads()
         self.device = self.platform.get_device(int(os.environ.get("LOCAL_RANK", "0")))
         self.runner = GPUModelRunner(self.vllm_config, self.platform, self.device)
 
     def check_settings(self, generation_config: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` on every rank where one was started with another model or other settings."""
         check_same_on_all_ranks(get_world_group(), settings_of(self.vllm_config, generation_config))
+
+    def _limit_threads(self) -> None:
+        """No more threads than processors: those that are put off hold up all others of a kernel. The user's word in
+        OMP_NUM_THREADS counts more."""
+        limits = self.platform.processor_limits()
+        everyones = get_world_group().all_gather_object(limits)
+        if limits and not os.environ.get("OMP_NUM_THREADS"):
+            torch.set_num_threads(min(torch.get_num_threads(), usable_processors(everyones, limits)))
 
     def load_model(self) -> None:
         with torch.device(self.device):
@@ -72,30 +83,31 @@ class Worker:
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache and recurrent states on this rank.
 
-        ``kv_cache_memory_bytes`` decides where given; on CPU ``VLLM_CPU_KVCACHE_SPACE`` (GiB) does next; else the
-        largest step is run once and what ``gpu_memory_utilization`` of the device's memory then leaves is taken, on
-        CPU shared by the ranks of this node. All ranks get the smallest rank's answer: schedulers that decide alike
-        need caches of one size.
+        ``kv_cache_memory_bytes`` decides where given; on CPU ``VLLM_CPU_KVCACHE_SPACE`` (GiB) does next. Else it is
+        what can be put to use, where the memory that this rank may have holds that beside the largest step. All ranks
+        get the smallest rank's answer: schedulers that decide alike need caches of one size.
         """
         world = get_world_group()
-        given = world.all_gather_object(self._given_memory())
-        if None in given:
-            self.runner.profile_run()
-            given = world.all_gather_object(self._free_memory())
-        return min(given)
+        step_bytes = self.runner.profile_run()
+        limits = self.platform.memory_limits(self.device, self.vllm_config.cache_config.gpu_memory_utilization)
+        limit, sharers = tightest(limits, world.all_gather_object(limits))
+        left = max(int(limit.free) // sharers - step_bytes, 0)
+        found = "%.3f GiB may be taken under %s by %d rank(s), a step takes %.3f GiB of a rank's share"
+        values = (limit.free / 2**30, limit.label, sharers, step_bytes / 2**30)
+        wanted = self._given_memory()
+        if wanted is None:
+            wanted = min(left, useful_cache_bytes(self.get_kv_cache_specs(), self.vllm_config))
+            logger.info(found, *values)
+        elif wanted > left:
+            text = f"a KV cache of {wanted / 2**30:.3f} GiB is asked for, which may fail in service: {found}"
+            logger.warning(text, *values)
+        return min(world.all_gather_object(wanted))
 
     def _given_memory(self) -> int | None:
         cache = self.vllm_config.cache_config
         if cache.kv_cache_memory_bytes is None and self.platform.device_type == "cpu" and envs.VLLM_CPU_KVCACHE_SPACE:
             return int(envs.VLLM_CPU_KVCACHE_SPACE * 2**30)
         return cache.kv_cache_memory_bytes
-
-    def _free_memory(self) -> int:
-        utilization = self.vllm_config.cache_config.gpu_memory_utilization
-        free, total = self.platform.memory_info(self.device)
-        if self.platform.device_type == "cpu":
-            return int(free * utilization) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return int(total * utilization) - (total - free)
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         with torch.device(self.device):

@@ -57,13 +57,14 @@ class Attention(nn.Module):
         num_tokens_padded = query.shape[0]
         set_current_layer(self.layer_name)
         context = get_forward_context()
-        if context.attn_metadata is None:
-            return query.new_zeros(num_tokens_padded, self.num_heads * self.head_size)
-        assert self.kv_cache is not None, f"{self.layer_name}: the KV cache was never bound"
-        metadata = context.attn_metadata[self.layer_name]
         output = step_buffer(self.output_key, num_tokens_padded) if query.is_cpu else None
         if output is None:
             output = query.new_empty(num_tokens_padded, self.num_heads * self.head_size)
+        if context.attn_metadata is None:
+            # Not in the buffer, which is only made here: its rows stay unwritten until a step writes them.
+            return query.new_zeros(num_tokens_padded, self.num_heads * self.head_size)
+        assert self.kv_cache is not None, f"{self.layer_name}: the KV cache was never bound"
+        metadata = context.attn_metadata[self.layer_name]
         self.impl.forward(
             query.view(num_tokens_padded, self.num_heads, self.head_size),
             key.view(num_tokens_padded, self.num_kv_heads, self.head_size),
