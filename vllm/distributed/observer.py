@@ -141,7 +141,7 @@ def wait_for(work: Work, group: ProcessGroup | None) -> None:
             # The backend's thread stays in the operation, and whoever frees the group would wait for that thread.
             for kept in (work, group):
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
-            raise RuntimeError("the run was given up")
+            raise RuntimeError(f"the run was given up: {_lost}")
 
 
 class record_collective:
