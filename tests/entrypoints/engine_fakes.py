@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -63,6 +64,11 @@ class FakeWorker:
         self.finished: set[str] = set()
 
     def init_device(self) -> None: ...
+
+    def check_settings(self, generation_config: Mapping[str, Any]) -> None: ...
+
+    def step(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def load_model(self) -> None: ...
 
