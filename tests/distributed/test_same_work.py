@@ -97,7 +97,8 @@ def test_equal_work_under_other_names_is_equal() -> None:
 # Field → the value that one rank has; every other field of the configuration is in SAME or OWN.
 DIFFERENT: dict[str, Any] = {
     "architecture": "Other", "dtype": "bfloat16", "max_model_len": 100, "fit_max_model_len": True, "seed": 7,
-    "trust_remote_code": True, "skip_tokenizer_init": False, "tokenizer_mode": "slow", "revision": "r", "tokenizer_revision": "r",
+    "trust_remote_code": True, "skip_tokenizer_init": False, "tokenizer_mode": "slow",
+    "revision": "r", "tokenizer_revision": "r",
     "load_format": "safetensors", "max_logprobs": 3, "block_size": 8, "num_gpu_blocks_override": 41,
     "enable_prefix_caching": False, "cache_dtype": "fp8", "tensor_parallel_size": 4, "data_parallel_size": 4,
     "enable_expert_parallel": True, "distributed_executor_backend": "external_launcher", "max_num_batched_tokens": 32,
