@@ -94,7 +94,7 @@ def test_equal_work_under_other_names_is_equal() -> None:
 
 # --- how they were started --------------------------------------------------------------------------------------------
 
-# Field → the value that one rank has; every other field of the configuration is in SAME or OWN.
+# Field → the value that one rank has; every other field of the configuration is in DIFFERENT or OWN.
 DIFFERENT: dict[str, Any] = {
     "architecture": "Other", "dtype": "bfloat16", "max_model_len": 100, "fit_max_model_len": True, "seed": 7,
     "trust_remote_code": True, "skip_tokenizer_init": False, "tokenizer_mode": "slow",
