@@ -111,16 +111,15 @@ def fails_to_load(folder: str) -> None:
 
 
 def test_a_rank_that_cannot_load_ends_the_start_of_all() -> None:
-    """The others wait for it in a barrier that they cannot leave with an exception, so their processes end."""
+    """Its barrier cannot be left with an exception: the first process that waits there ends, and so breaks it for all."""
     for outcome in launcher.rank_outcomes(fails_to_load, 4, tiny.checkpoint("mixtral")):
         assert outcome.seconds < 30
         if outcome.rank == FAILING_RANK:
             assert "FileNotFoundError: no weights here" in outcome.error
         else:
-            assert (outcome.status, outcome.exitcode) == ("died", 1)
+            assert outcome.status in ("died", "raised")
             told = "rank 1 reports: the engine's start failed: FileNotFoundError('no weights here')"
-            assert f"[FAIL] rank={outcome.rank} ended: waits in load_model #" in outcome.output
-            assert told in outcome.output
+            assert told in outcome.output, outcome
 
 
 def left_in_shared_memory() -> set[str]:
