@@ -111,7 +111,7 @@ def fails_to_load(folder: str) -> None:
 
 
 def test_a_rank_that_cannot_load_ends_the_start_of_all() -> None:
-    """Its barrier cannot be left with an exception: the first process that waits there ends, and so breaks it for all."""
+    """Its barrier cannot be left with an exception: the first process that waits there ends and breaks it for all."""
     for outcome in launcher.rank_outcomes(fails_to_load, 4, tiny.checkpoint("mixtral")):
         assert outcome.seconds < 30
         if outcome.rank == FAILING_RANK:
