@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from demo_run import EXAMPLES, MAX_TOKENS
+from demo_run import EXAMPLES, MAX_TOKENS, greedy_texts
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -29,22 +29,10 @@ def dense_folder(_examples_are_importable: None) -> str:
 @pytest.fixture(scope="session")
 def dense_texts(dense_folder: str) -> dict[str, tuple[tuple[int, ...], str]]:
     """Prompt → transformers' greedy tokens and text of the dense model in fp32."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from xpu_arc_b60_dp_ep import PROMPTS
+    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(dense_folder)
-    model = AutoModelForCausalLM.from_pretrained(dense_folder, dtype=torch.float32).eval()
-    texts = {}
-    with torch.inference_mode():
-        for prompt in PROMPTS:
-            ids = tokenizer(prompt, return_tensors="pt").input_ids
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=MAX_TOKENS,
-                do_sample=False,
-                pad_token_id=0,
-            )[0, ids.shape[1] :].tolist()
-            texts[prompt] = (tuple(out), tokenizer.decode(out, skip_special_tokens=True))
-    return texts
+    return {
+        prompt: (ids, tokenizer.decode(ids, skip_special_tokens=True))
+        for prompt, ids in greedy_texts(dense_folder, MAX_TOKENS)
+    }

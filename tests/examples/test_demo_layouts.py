@@ -6,10 +6,12 @@ from __future__ import annotations
 import launcher
 import pytest
 import rank_checks
+from demo_run import greedy_texts
 
 pytestmark = pytest.mark.multiprocess
 
 NUM_TOKENS = 8
+SHALLOW = 8  # of 30 layers; the mixture computes the dense model's function at every depth
 LAYOUTS = [
     # TP, DP, EP
     (1, 1, False),
@@ -26,7 +28,9 @@ LAYOUTS = [
 ]
 
 
-def generate(folder: str, tp: int, dp: int, ep: bool, prompts: list[str], max_delay_s: float) -> list[tuple[int, ...]]:
+def generate(
+    folder: str, layers: int, tp: int, dp: int, ep: bool, prompts: list[str], max_delay_s: float
+) -> list[tuple[int, ...]]:
     """On a rank: the greedy tokens of its DP rank's share of the prompts."""
     from vllm import LLM, SamplingParams
     from vllm.distributed import get_dp_group
@@ -38,6 +42,7 @@ def generate(folder: str, tp: int, dp: int, ep: bool, prompts: list[str], max_de
         enable_expert_parallel=ep,
         distributed_executor_backend="external_launcher" if tp * dp > 1 else None,
         dtype="float32",
+        hf_overrides={"num_hidden_layers": layers},
         max_model_len=64,
         max_num_seqs=8,
         max_num_batched_tokens=32,
@@ -50,21 +55,33 @@ def generate(folder: str, tp: int, dp: int, ep: bool, prompts: list[str], max_de
     return [tuple(output.outputs[0].token_ids) for output in outputs]
 
 
+@pytest.fixture(scope="session")
+def shallow_texts(dense_folder: str) -> dict[str, tuple[int, ...]]:
+    """Prompt → transformers' greedy tokens of the dense model's first layers in fp32."""
+    return dict(greedy_texts(dense_folder, NUM_TOKENS, num_hidden_layers=SHALLOW))
+
+
 @pytest.mark.parametrize(
     ("tp", "dp", "ep", "policies"),
     [(*layout, "cpu") for layout in LAYOUTS] + [(2, 2, True, "xpu"), (1, 4, True, "xpu")],
 )
+@pytest.mark.parametrize("layers", [SHALLOW, pytest.param(30, marks=pytest.mark.slow)])
 def test_every_layout_gives_the_dense_models_tokens(
-    tp: int, dp: int, ep: bool, policies: str, dense_texts: dict[str, tuple[tuple[int, ...], str]]
+    layers: int, tp: int, dp: int, ep: bool, policies: str, request: pytest.FixtureRequest
 ) -> None:
     from smollm2 import ensure_checkpoint
 
+    if layers == SHALLOW:
+        expected = request.getfixturevalue("shallow_texts")
+    else:
+        expected = {prompt: ids[:NUM_TOKENS] for prompt, (ids, _) in request.getfixturevalue("dense_texts").items()}
     # Dealt unevenly: the last prompt is left out, so that one of several DP ranks has fewer.
-    prompts = list(dense_texts)[:-1]
+    prompts = list(expected)[:-1]
     by_rank = launcher.run_ranks(
         generate,
         tp * dp,
         str(ensure_checkpoint("moe")),
+        layers,
         tp,
         dp,
         ep,
@@ -75,4 +92,4 @@ def test_every_layout_gives_the_dense_models_tokens(
         deadline_s=180,
     )
     for rank, got in enumerate(by_rank):
-        assert got == [dense_texts[prompt][0][:NUM_TOKENS] for prompt in prompts[rank // tp :: dp]], f"rank {rank}"
+        assert got == [expected[prompt] for prompt in prompts[rank // tp :: dp]], f"rank {rank}"

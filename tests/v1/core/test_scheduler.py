@@ -184,6 +184,7 @@ def test_stop_rules():
         "ignored": sim.add("ignored", start, ignore_eos=True, max_tokens=12),
         "stop": sim.add("stop", start, stop_token_ids=[output[0]], max_tokens=12),
         "min": sim.add("min", start, ignore_eos=False, min_tokens=at + 2, max_tokens=12),
+        "min_met": sim.add("min_met", start, ignore_eos=False, min_tokens=at + 1, max_tokens=12),
         "eos_as_stop": sim.add("eos_as_stop", start, stop_token_ids=[EOS], max_tokens=12),
         "both": sim.add("both", start, ignore_eos=False, max_tokens=at + 1),
     }
@@ -197,6 +198,7 @@ def test_stop_rules():
     lengths = {name: request.num_output_tokens for name, request in requests.items()}
     assert (lengths["eos"], lengths["ignored"], lengths["stop"]) == (at + 1, 12, 1)
     assert lengths["min"] > at + 1
+    assert lengths["min_met"] == at + 1, "the last of min_tokens may be an end token"
 
 
 def test_max_model_len_caps_whatever_min_tokens_asks():
