@@ -134,6 +134,11 @@ class OutputProcessor:
         self._requests: dict[str, _Request] = {}
         self._by_child: dict[str, tuple[_Request, _Completion]] = {}
 
+    def set_tokenizer(self, tokenizer: Any | None) -> None:
+        """For the requests that come from now on."""
+        self._tokenizer = tokenizer
+        self._token_text = TokenText(tokenizer)
+
     def add_request(
         self,
         request_id: str,
