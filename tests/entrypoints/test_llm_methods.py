@@ -66,8 +66,6 @@ def test_beam_search_is_transformers(llm, monkeypatch, ends, length_penalty):
             assert sequence.finish_reason == ("stop" if sequence.tokens[-1] in (ends or ()) else "length")
             own = [row[t].logprob for row, t in zip(sequence.logprobs, sequence.tokens[len(p) :], strict=True)]
             assert sum(own) == pytest.approx(sequence.cum_logprob, abs=1e-5)
-    if ends:
-        assert any(s.finish_reason == "stop" for output in found for s in output.sequences)
     assert llm.llm_engine.get_num_unfinished_requests() == 0
 
 
@@ -154,9 +152,9 @@ def test_sleep_and_wake(level):
     assert llm.is_sleeping()
     assert all(layer.kv_cache is None for layer in runner.cached_layers.values())
     llm.sleep(level)
-    with pytest.raises(ValueError, match="sleeps.*wake_up"):
+    with pytest.raises(ValueError, match=r"sleeps.*wake_up"):
         generate(llm, prompts, 2)
-    with pytest.raises(ValueError, match="unknown tags.*'cache'"):
+    with pytest.raises(ValueError, match=r"unknown tags.*'cache'"):
         llm.wake_up(["cache"])
     llm.wake_up(["weights"])
     assert llm.is_sleeping()
@@ -166,7 +164,10 @@ def test_sleep_and_wake(level):
     assert not llm.is_sleeping()
     if level == 2:
         held = [
-            m for m in runner.model.modules() for a in getattr(m, "weight_attributes", ()) if getattr(m, a) is not None
+            name
+            for module in runner.model.modules()
+            for name in getattr(module, "weight_attributes", ())
+            if getattr(module, name) is not None
         ]
         assert not held
         with pytest.raises(ValueError, match="dropped by sleep"):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-import tiny_models
+import tiny_hybrids
 import torch
 from tiny_models import generate, greedy, make_llm, prompt, reference_model, tokens
 
@@ -40,12 +40,15 @@ def test_another_checkpoint_in_place(name, together):
     llm.shutdown()
 
 
-@pytest.mark.parametrize("stem", ["Qwen3Next"])
-def test_recurrent_layers(stem):
-    tiny_hybrids = pytest.importorskip("tiny_hybrids")
-    name = next(iter(tiny_hybrids.CHECKPOINTS)) if hasattr(tiny_hybrids, "CHECKPOINTS") else None
-    if name is None:
-        pytest.skip("no table of hybrids")
+@pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5-moe"])
+def test_recurrent_layers(name):
+    """One tensor a call: the small ones of a layer are replaced one after the other."""
+    llm = tiny_hybrids.make_llm(name)
+    generate(llm, PROMPTS, 4)
+    for one in tiny_hybrids.reference_model(name, seed=3).named_parameters():
+        load_weights(llm, [one])
+    assert tokens(generate(llm, PROMPTS, 8)) == [tiny_hybrids.greedy(name, p, 8, seed=3) for p in PROMPTS]
+    llm.shutdown()
 
 
 def test_faults_are_named():
@@ -84,6 +87,3 @@ def test_unpacked_is_what_was_packed(rows, cols, dtype):
     if packed.kind == "panels":
         assert packed.data.data_ptr() == place
         assert torch.equal(_cpu_ops.unpack_linear_weight(packed), other)
-
-
-assert tiny_models
