@@ -145,6 +145,10 @@ class Worker:
                 f"{', ...' if len(names) > 3 else ''}): give them to the model's load_weights()"
             )
         changed, model.has_new_weights = model.has_new_weights, False
+        if changed:
+            # Head and embedding may come in any order, so whether they are alike is known now.
+            with torch.no_grad():
+                model.lm_head.settle_tie()
         return changed
 
     def sleep(self, level: int = 1) -> None:
