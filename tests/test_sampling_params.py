@@ -104,7 +104,7 @@ def test_unsupported_names():
         with pytest.raises(NotImplementedError, match=name):
             SamplingParams(**{name: 7})
     with pytest.raises(NotImplementedError, match="logits_processors"):
-        SamplingParams(logits_processors=[])
+        SamplingParams(logits_processors=[print])
 
 
 def test_values_are_brought_to_one_form():

@@ -28,6 +28,10 @@ if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
 __version__ = "0.33.0+arc.1"
 __version_tuple__ = (0, 33, 0, "arc.1")
 
+from vllm import _upstream_names
+
+_upstream_names.install()
+
 _WHERE = {
     "LLM": "vllm.entrypoints.llm",
     "LLMEngine": "vllm.v1.engine.llm_engine",
@@ -39,6 +43,22 @@ _WHERE = {
     "TokensPrompt": "vllm.inputs",
     "TextPrompt": "vllm.inputs",
     "PromptType": "vllm.inputs",
+    "PoolingParams": "vllm.pooling_params",
+    "AsyncEngineArgs": "vllm.engine.arg_utils",
+    "AsyncLLMEngine": "vllm.engine.async_llm_engine",
+    **dict.fromkeys(
+        (
+            "ClassificationOutput",
+            "ClassificationRequestOutput",
+            "EmbeddingOutput",
+            "EmbeddingRequestOutput",
+            "PoolingOutput",
+            "PoolingRequestOutput",
+            "ScoringOutput",
+            "ScoringRequestOutput",
+        ),
+        "vllm.outputs",
+    ),
 }
 
 __all__ = [

@@ -165,16 +165,44 @@ def _pack_into(weight_NK: Tensor, out: Tensor) -> None:
     _kernels().vc_pack(_i7(_CODE[weight_NK.dtype], N, K, _at(weight_NK), weight_NK.stride(0), _at(out), _threads()))
 
 
-def pack_linear_weight(weight_NK: Tensor) -> PackedWeight:
-    """Packs a weight [N, K] (float32, bfloat16, float16; rows contiguous). The original may be freed afterwards."""
+def pack_linear_weight(weight_NK: Tensor, into: PackedWeight | None = None) -> PackedWeight:
+    """Packs a weight [N, K] (float32, bfloat16, float16; rows contiguous). The original may be freed afterwards.
+
+    ``into``: a packed weight of the same shape and dtype whose memory the new one takes.
+    """
     N, K = weight_NK.shape
     dtype = weight_NK.dtype
+    if into is not None and into.kind == "panels":
+        assert (into.N, into.K, into.dtype) == (N, K, dtype), f"{into.N, into.K, into.dtype} is not {N, K, dtype}"
+        _pack_into(weight_NK, into.data)
+        return into
     if _kernels() is None:
         return PackedWeight(N, K, dtype, weight_NK, "plain")
     _CODE[dtype]
     data = _arena.take(_packed_size(N, K, dtype), dtype)
     _pack_into(weight_NK, data)
     return PackedWeight(N, K, dtype, data, "panels")
+
+
+def unpack_linear_weight(packed: PackedWeight) -> Tensor:
+    """The weight [N, K] that was packed, bit for bit."""
+    if packed.kind == "plain":
+        return packed.data
+    # Packing only moves elements, the same way in each panel: where it puts the row and column numbers tells how.
+    N, K, dtype = packed.N, packed.K, packed.dtype
+    bits, mask = (torch.int32, -1) if dtype.itemsize == 4 else (torch.int16, 0xFFFF)
+    assert K < 2**16, f"{K} columns cannot be numbered in 16 bits"
+    width = _kernels().vc_panel_width(None)
+    places = []
+    for numbers in (torch.arange(width)[:, None], torch.arange(1, K + 1)[None]):
+        panel = torch.zeros(_packed_size(width, K, dtype), dtype=dtype)
+        _pack_into(numbers.expand(width, K).to(bits).contiguous().view(dtype), panel)
+        places.append(panel.view(bits).long() & mask)
+    row_of, column_of = places
+    used = column_of.nonzero()[:, 0]
+    place = torch.empty(width, K, dtype=torch.int64)
+    place[row_of[used], column_of[used] - 1] = used
+    return packed.data.view(-1, len(row_of))[:, place.flatten()].view(-1, K)[:N].contiguous()
 
 
 def linear_ref(x_TK: Tensor, packed: PackedWeight, bias_N: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -603,6 +631,15 @@ def pack_expert_weights(weight_ENK: Tensor, gated: bool = False) -> PackedExpert
         for part, half in enumerate(weight_ENK[e].chunk(parts)):
             _pack_into(half, data[e, part])
     return PackedExperts(E, N, K, dtype, data, "panels", gated)
+
+
+def repack_expert_weight(packed: PackedExperts, expert: int, weight_NK: Tensor, part: int = 0) -> None:
+    """Put a new weight of one expert, of a gated one its gate (``part`` 0) or up (1) half, in place of the old."""
+    if packed.kind == "plain":
+        rows = weight_NK.shape[0]
+        packed.data[expert, part * rows : (part + 1) * rows].copy_(weight_NK)
+    else:
+        _pack_into(weight_NK, packed.data[expert, part])
 
 
 def fused_experts_ref(

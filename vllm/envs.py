@@ -77,6 +77,8 @@ VARIABLES: dict[str, tuple[Callable[[], Any], str]] = {
     "VLLM_STALL_TIMEOUT_S": (_number("VLLM_STALL_TIMEOUT_S", 1800.0), "seconds without any progress that end a run"),
     "VLLM_TRACE_COLLECTIVES": (_text("VLLM_TRACE_COLLECTIVES"), "1 prints each; a folder gets vllm doctor's ledgers"),
     "VLLM_CHECK_COLLECTIVES": (_switch("VLLM_CHECK_COLLECTIVES", False), "compare each between ranks before it runs"),
+    "VLLM_HOST_IP": (_text("VLLM_HOST_IP"), "this machine's address as get_ip() gives it; empty = by its routes"),
+    "VLLM_TORCH_PROFILER_DIR": (_text("VLLM_TORCH_PROFILER_DIR"), "folder of the traces of LLM.start_profile"),
     "VLLM_MOE_BARRIER": (_switch("VLLM_MOE_BARRIER", None), "device barrier before each MoE collective"),
 }
 
@@ -114,9 +116,29 @@ def warn_of_unread() -> None:
         init_logger(__name__).warning("no part of this engine reads %s", ", ".join(unread))
 
 
+# Upstream's that scripts read to learn how the engine works: what they say here, whatever the environment holds.
+FIXED: dict[str, Any] = {
+    "VLLM_USE_V1": True,
+    "VLLM_ENABLE_V1_MULTIPROCESSING": False,
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_USE_MODELSCOPE": False,
+    "VLLM_PLUGINS": None,
+    "VLLM_USE_RAY_SPMD_WORKER": False,
+    "VLLM_USE_RAY_COMPILED_DAG": False,
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": False,
+    "VLLM_SERVER_DEV_MODE": False,
+    "VLLM_ENABLE_MOE_DP_CHUNK": False,
+    "VLLM_PORT": None,
+}
+
+
 def __getattr__(name: str) -> Any:
     if name in VARIABLES:
         return VARIABLES[name][0]()
+    if name in FIXED:
+        return FIXED[name]
+    if name == "environment_variables":
+        return {variable: read for variable, (read, _) in VARIABLES.items()}
     raise AttributeError(f"module 'vllm.envs' has no attribute {name!r}")
 
 

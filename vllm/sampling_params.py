@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import enum
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm.inputs import check_text
 from vllm.logger import init_logger
+from vllm.utils.suggestions import nearest
 
 logger = init_logger(__name__)
 
@@ -22,8 +23,15 @@ _GREEDY_BELOW = 1e-5
 _LOWEST_TEMPERATURE = 1e-2
 _MAX_N = 16384
 
-# Names of older releases that no longer have a default to compare with.
-_RETIRED = ("best_of", "guided_decoding", "logits_processors", "use_beam_search", "length_penalty", "early_stopping")
+# Parameters of older releases, each with the values that ask for nothing.
+_RETIRED: dict[str, tuple[Any, ...]] = {
+    "best_of": (None,),
+    "guided_decoding": (None,),
+    "logits_processors": (None, []),
+    "use_beam_search": (False, None),
+    "length_penalty": (1.0, None),
+    "early_stopping": (False, None),
+}
 
 _UNSUPPORTED = (
     "prompt_logprob_token_ids",
@@ -144,24 +152,33 @@ class SamplingParams:
     routed_experts_prompt_start: int = 0
     trace_decode_token_ids: list[int] | None = None
 
+    # Clients copy parameters through this name.
+    __struct_fields__: ClassVar[tuple[str, ...]]
+
     bad_words_token_ids: list[list[int]] = field(default_factory=list, init=False, compare=False)
 
     def __new__(cls, *_args: Any, **kwargs: Any) -> SamplingParams:
         known = [f.name for f in dataclasses.fields(cls) if f.init]
-        for name in kwargs:
+        for name, value in kwargs.items():
             if name in known:
                 continue
-            if name in _RETIRED:
-                raise NotImplementedError(f"SamplingParams({name}=...) is not supported by this engine")
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-            raise TypeError(f"SamplingParams has no parameter {name!r}; the nearest is {near!r}")
+            if name not in _RETIRED:
+                raise TypeError(f"SamplingParams has no parameter {name!r}{nearest(name, known)}")
+            # best_of=n keeps every sequence that is sampled.
+            if value not in _RETIRED[name] and not (name == "best_of" and value == kwargs.get("n", 1)):
+                raise NotImplementedError(
+                    f"SamplingParams({name}={value!r}) is not supported by this engine; leave it out"
+                )
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
-            if f.name in _UNSUPPORTED and getattr(self, f.name) != f.default:
+            value = getattr(self, f.name)
+            if f.name in _UNSUPPORTED and value in (None, {}, []):
+                setattr(self, f.name, f.default)
+            elif f.name in _UNSUPPORTED and value != f.default:
                 raise NotImplementedError(
-                    f"SamplingParams({f.name}={getattr(self, f.name)!r}) is not supported by this engine; leave it out"
+                    f"SamplingParams({f.name}={value!r}) is not supported by this engine; leave it out"
                 )
         self.stop = _strings("stop", self.stop)
         self.bad_words = _strings("bad_words", self.bad_words)
@@ -274,4 +291,38 @@ def _bias(logit_bias: dict[Any, Any]) -> dict[int, float]:
     return {token_id: sorted((-100.0, float(value), 100.0))[1] for token_id, value in by_id.items()}
 
 
+def _accept_retired(init: Any) -> Any:
+    """``__init__`` without the retired parameters, which ``__new__`` has checked."""
+
+    @functools.wraps(init)
+    def wrapped(self: SamplingParams, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **{name: value for name, value in kwargs.items() if name not in _RETIRED})
+
+    return wrapped
+
+
+SamplingParams.__struct_fields__ = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.init)
+SamplingParams.__init__ = _accept_retired(SamplingParams.__init__)  # type: ignore[method-assign]
 _DEFAULTS = SamplingParams()
+
+
+@dataclass
+class BeamSearchParams:
+    """Parameters of ``LLM.beam_search``.
+
+    ``temperature`` > 0 divides the logits where ``logprobs_mode`` is a processed one. ``length_penalty``: the exponent
+    of the output's length by which log-probabilities are divided to compare sequences; the end token counts.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        _integer("beam_width", self.beam_width, ">= 1", lambda v: v >= 1)
+        _integer("max_tokens", self.max_tokens, ">= 1", lambda v: v >= 1)
+        _number("temperature", self.temperature, ">= 0", lambda v: v >= 0)
+        _number("length_penalty", self.length_penalty, "", lambda _: True)

@@ -72,6 +72,9 @@ class FakeWorker:
 
     def load_model(self) -> None: ...
 
+    def take_new_weights(self) -> bool:
+        return False
+
     def shutdown(self) -> None: ...
 
     def determine_available_memory(self) -> int:

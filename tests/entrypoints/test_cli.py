@@ -43,7 +43,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]):
         (["bench", "throughput", "--model", "x", "--inputlen", "3"], "'--inputlen'; the nearest is '--input-len'"),
         (["bench", "latency", "--model", "x", "--max-modellen=3"], "'--max-modellen=3'; the nearest is '--max-model"),
         (["bench", "latency", "--model", "x", "--batch-size", "0"], "0 is not 1 or more"),
-        (["bench", "latency"], "required: --model"),
+        (["bench", "latency"], "model is required, none given"),
         (["bench", "latency", "--model", "./no/such"], "no such file or folder"),
         (["bench", "latency", "--model", "./no/such", "--quantization", "fp8"], "no such file or folder"),
     ],

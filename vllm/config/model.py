@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -32,8 +34,13 @@ class ModelConfig:
     tokenizer_revision: str | None = None
     load_format: str = "auto"
     max_logprobs: int = 20
+    logprobs_mode: str = "raw_logprobs"
     served_model_name: str | None = None
     fit_max_model_len: bool = False
+
+    def __post_init__(self) -> None:
+        if self.logprobs_mode not in LOGPROBS_MODES:
+            raise ValueError(f"logprobs_mode={self.logprobs_mode!r}: choose one of {', '.join(LOGPROBS_MODES)}")
 
     @property
     def hidden_size(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import json
 import logging
 import operator
@@ -32,6 +31,7 @@ from vllm.logger import init_logger, log_once
 from vllm.model_executor.model_loader import check_load_format
 from vllm.model_executor.model_loader.weight_utils import resolve_model_path
 from vllm.transformers_utils import config as hf
+from vllm.utils.suggestions import nearest
 
 logger = init_logger(__name__)
 
@@ -59,7 +59,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "expert_placement_strategy": ("linear",),
     "offload_backend": ("auto",),
     "scheduling_policy": ("fcfs",),
-    "logprobs_mode": ("raw_logprobs",),
     "prefix_caching_hash_algo": ("sha256", "builtin"),
     "worker_cls": ("auto",),
     "mamba_cache_dtype": ("auto",),
@@ -113,6 +112,18 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "watermark": (0.0, 0, None),
     "swa_bounded_replay": (True,),
     "mamba_backend": ("triton", None),
+    # Nothing has to be prepared for LLM.sleep.
+    "enable_sleep_mode": (False, None, True),
+    # Of older releases.
+    "task": ("auto", "generate", None),
+    "max_seq_len_to_capture": (8192, None),
+    "num_scheduler_steps": (1, None),
+    "use_v2_block_manager": (True, False, None),
+    "disable_async_output_proc": (False, True, None),
+    "guided_decoding_backend": ("auto", "xgrammar", "outlines", None),
+    "worker_use_ray": (False, None),
+    "preemption_mode": ("recompute", None),
+    "tokenizer_pool_size": (0, None),
     **dict.fromkeys(
         """enable_return_routed_experts return_sampling_mask enable_prompt_embeds numa_bind data_parallel_hybrid_lb
         data_parallel_external_lb data_parallel_multi_port_external_lb enable_hc_sp enable_batch_sharded_sampling
@@ -123,7 +134,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
         enable_mixed_moe_lora_format enable_moe_shared_loras ray_workers_use_nsight disable_chunked_mm_input
         disable_hybrid_kv_cache_manager kv_cache_metrics cudagraph_metrics enable_layerwise_nvtx_tracing
         enable_mfu_metrics enable_logging_iteration_details jit_monitor_verbose enable_mm_processor_stats
-        enable_flashinfer_autotune enable_sleep_mode sleep_mode_offload_cudagraph enable_cumem_allocator
+        enable_flashinfer_autotune sleep_mode_offload_cudagraph enable_cumem_allocator
         enable_nccl_comm_suspend enable_mamba_shared_prefix_checkpoint use_replayssm
         enable_mamba_cache_stochastic_rounding kv_sharing_fast_prefill enable_fault_tolerance tokens_only
         fail_on_environ_validation monokernel""".split(),  # noqa: SIM905
@@ -164,10 +175,16 @@ def check_arguments(owner: str, known: list[str], given: Mapping[str, Any]) -> N
         if name in known:
             continue
         if name not in UNSUPPORTED:
-            near = difflib.get_close_matches(name, [*known, *UNSUPPORTED], n=1, cutoff=0.0)[0]
-            raise TypeError(f"{owner} has no argument {name!r}; the nearest is {near!r}")
-        if not any(type(value) is type(harmless) and value == harmless for harmless in UNSUPPORTED[name]):
+            raise TypeError(f"{owner} has no argument {name!r}{nearest(name, known)}")
+        if not any(type(value) is type(harmless) and value == harmless for harmless in UNSUPPORTED[name]) and not (
+            UNSUPPORTED[name] is _NOTHING and _all_nothing(value)
+        ):
             raise NotImplementedError(f"{owner}({name}={value!r}) is not supported by this engine; leave {name} out")
+
+
+def _all_nothing(value: Any) -> bool:
+    """A dict whose values all ask for nothing: ``{"image": 0}``."""
+    return isinstance(value, Mapping) and all(v in _NOTHING or _all_nothing(v) for v in value.values())
 
 
 @dataclass(init=False)
@@ -181,6 +198,9 @@ class EngineArgs:
     - Counts may be text: ``"32k"`` is 32,000, ``"32K"`` 32,768; so with m, g, t and M, G, T.
     - ``max_num_seqs`` and ``max_num_batched_tokens``: most requests and tokens of one step.
     - ``kv_cache_memory_bytes``, else ``gpu_memory_utilization`` (share of the device's memory), sizes the KV cache.
+    - ``logprobs_mode``: ``raw_logprobs``, of the model's own logits; ``processed_logprobs``, of those that the sampler
+      draws from (after bias, penalties, temperature and filters); ``raw_logits``, ``processed_logits``: these logits
+      themselves. Those of prompt tokens are ``raw_logprobs`` always.
     - ``generation_config``: ``auto`` (the model's sampling defaults), ``vllm`` (neutral ones) or a folder.
     - ``hf_overrides``: values for the model's config, or a function from config to config; ``rope_scaling`` and
       ``rope_theta``, arguments of older releases, are such values.
@@ -212,6 +232,7 @@ class EngineArgs:
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
     max_logprobs: int = ModelConfig.max_logprobs
+    logprobs_mode: str = ModelConfig.logprobs_mode
     disable_log_stats: bool = False
     revision: str | None = None
     hf_overrides: dict[str, Any] | Any = None
@@ -269,6 +290,7 @@ class EngineArgs:
             tokenizer_revision=self.tokenizer_revision,
             load_format=load_format,
             max_logprobs=self.max_logprobs,
+            logprobs_mode=self.logprobs_mode,
             served_model_name=self.served_model_name or self.model,
         )
 
@@ -357,28 +379,37 @@ class EngineArgs:
         return config
 
     @classmethod
-    def add_cli_args(cls, parser: argparse.ArgumentParser) -> None:
-        """An option for each argument that a command line can carry."""
+    def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """An option for each argument that a command line can carry; the model may also be a positional one."""
         group = parser.add_argument_group("engine")
         hints = get_type_hints(cls)
         for f in dataclasses.fields(cls):
             option = "--" + f.name.replace("_", "-")
             kinds = [kind for kind in (get_args(hints[f.name]) or (hints[f.name],)) if kind is not type(None)]
             default = argparse.SUPPRESS
+            names = [option, *_SHORT.get(f.name, ())]
             if f.name == "model":
-                group.add_argument(option, required=True, help="Hugging Face folder, GGUF file or hub id")
+                text = "Hugging Face folder, GGUF file or hub id"
+                group.add_argument("model_tag", nargs="?", default=None, metavar="MODEL", help=text)
+                group.add_argument(option, default=None, help="the same")
             elif bool in kinds:
-                group.add_argument(option, action=argparse.BooleanOptionalAction, default=default)
+                group.add_argument(*names, action=argparse.BooleanOptionalAction, default=default)
             elif f.name in _COUNTS:
-                group.add_argument(option, default=default, metavar="COUNT")
+                group.add_argument(*names, default=default, metavar="COUNT")
             elif (kinds[0] in (int, float, str) and len(kinds) == 1) or f.name == "dtype":
-                group.add_argument(option, type=kinds[0], default=default, metavar=kinds[0].__name__)
+                group.add_argument(*names, type=kinds[0], default=default, metavar=kinds[0].__name__)
             else:
-                group.add_argument(option, type=json.loads, default=default, metavar="JSON")
+                group.add_argument(*names, type=json.loads, default=default, metavar="JSON")
+        return parser
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
-        given = vars(args)
+        given = dict(vars(args))
+        models = {name for name in (given.get("model_tag"), given.get("model")) if name is not None}
+        if len(models) != 1:
+            given_models = " and ".join(sorted(models)) or "none"
+            raise ValueError(f"one model is required, {given_models} given: name it first, or with --model")
+        given["model"] = models.pop()
         return cls(**{f.name: given[f.name] for f in dataclasses.fields(cls) if f.name in given})
 
 
@@ -404,6 +435,14 @@ def _count(name: str, value: Any) -> int | None:
         return operator.index(value)
     auto = ", or 'auto'" if name == "max_model_len" else ""
     raise ValueError(f"{name}={value!r} is no count: give a whole number, or text such as '32k' or '1K'{auto}")
+
+
+_SHORT = {
+    "tensor_parallel_size": ("-tp",),
+    "data_parallel_size": ("-dp",),
+    "enable_expert_parallel": ("-ep",),
+    "quantization": ("-q",),
+}
 
 
 def _graph_mode(mode: Any) -> CUDAGraphMode:

@@ -15,14 +15,18 @@ from typing import Any, TypeVar, cast
 
 from tqdm.auto import tqdm
 
+from vllm._upstream_names import refuse
+from vllm.beam_search import BeamSearch, BeamSearchOutput
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.chat_utils import load_chat_template, render_chat, split_conversations
 from vllm.inputs import PromptType, split_prompts, split_tokenization_kwargs
 from vllm.logger import init_logger
+from vllm.logprobs import SampleLogprobs
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from vllm.transformers_utils.config import HfOverrides, sampling_defaults
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.metrics.reader import Metric
 
 logger = init_logger(__name__)
 
@@ -128,6 +132,9 @@ class LLM:
         self.llm_engine = LLMEngine.from_engine_args(engine_args)
         self.model_config = self.llm_engine.model_config
         self._request_ids = itertools.count()
+        # Requests of enqueue(), in order, and the outputs of those that another call's steps finished.
+        self._enqueued: list[str] = []
+        self._finished: dict[str, RequestOutput] = {}
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
@@ -161,6 +168,34 @@ class LLM:
         if mm_processor_kwargs:
             raise NotImplementedError("mm_processor_kwargs is not supported; leave it out")
         _check_unused(lora_request, priority)
+        return self._run(self._add(prompts, sampling_params, tokenization_kwargs), use_tqdm)
+
+    def enqueue(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        lora_request: Any = None,
+        priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+    ) -> list[str]:
+        """Queue ``prompts`` without running them; returns their request ids. ``wait_for_completion`` runs them."""
+        _check_unused(lora_request, priority)
+        request_ids = self._add(prompts, sampling_params, tokenization_kwargs)
+        self._enqueued += request_ids
+        return request_ids
+
+    @_joint
+    def wait_for_completion(
+        self, output_type: Any = None, *, use_tqdm: bool | Callable[..., tqdm] = True
+    ) -> list[RequestOutput]:
+        """The outputs of all requests queued by ``enqueue`` since the last call, in their order."""
+        request_ids, self._enqueued = self._enqueued, []
+        return self._run(request_ids, use_tqdm)
+
+    def _add(self, prompts: Any, sampling_params: Any, tokenization_kwargs: dict[str, Any] | None = None) -> list[str]:
+        """Queue requests, all of them or none; returns their ids."""
         prompts = split_prompts(prompts)
         params = self._pair(sampling_params, len(prompts))
         request_ids: list[str] = []
@@ -169,10 +204,116 @@ class LLM:
                 request_id = str(next(self._request_ids))
                 self.llm_engine.add_request(request_id, prompt, one, tokenization_kwargs=tokenization_kwargs)
                 request_ids.append(request_id)
-            return self._run(request_ids, use_tqdm)
         except BaseException:
             self.llm_engine.abort_request(request_ids)
             raise
+        return request_ids
+
+    @_joint
+    def beam_search(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        params: BeamSearchParams,
+        lora_request: Any = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The ``beam_width`` best continuations of each prompt; see ``vllm.beam_search.BeamSearch``.
+
+        ``concurrency_limit``: most prompts searched at once. Each step asks for twice ``beam_width`` log-probabilities
+        (more with several end tokens), which ``max_logprobs`` must allow.
+        """
+        _check_unused(lora_request, None)
+        processor = self.llm_engine.input_processor
+        ends = {*processor.other_eos_token_ids, *({processor.eos_token_id} - {None})}
+        searches = [BeamSearch(processor.process_prompt(prompt), params, ends) for prompt in split_prompts(prompts)]
+        sampling = SamplingParams(max_tokens=1, temperature=params.temperature, ignore_eos=True, detokenize=False)
+        waiting = list(reversed(searches))
+        owners: dict[str, BeamSearch] = {}
+        rounds: dict[int, dict[str, RequestOutput | None]] = {}
+
+        def start_round(search: BeamSearch) -> list[str]:
+            sampling.logprobs = search.num_candidates
+            request_ids = self._add([{"prompt_token_ids": beam.tokens} for beam in search.running], sampling)
+            owners.update(dict.fromkeys(request_ids, search))
+            rounds[id(search)] = dict.fromkeys(request_ids)
+            return request_ids
+
+        def follow(output: RequestOutput) -> list[str]:
+            """The requests that come after ``output``: its prompt's next round, or another prompt's first."""
+            search = owners.pop(output.request_id)
+            outputs = rounds[id(search)]
+            outputs[output.request_id] = output
+            if None in outputs.values():
+                return []
+            search.advance([_logprobs_of(o) for o in outputs.values() if o is not None])
+            return start_round(search) if search.running else start_round(waiting.pop()) if waiting else []
+
+        first: list[str] = []
+        while waiting and (concurrency_limit is None or len(rounds) < concurrency_limit):
+            first += start_round(waiting.pop())
+        self._run(first, use_tqdm, follow)
+        return [self._beam_output(search, params) for search in searches]
+
+    def _beam_output(self, search: BeamSearch, params: BeamSearchParams) -> BeamSearchOutput:
+        sequences = [sequence for _, sequence in search.finished]
+        tokenizer: Any = self.llm_engine.tokenizer
+        for sequence in sequences if tokenizer is not None else ():
+            drop_end = sequence.finish_reason == "stop" and not params.include_stop_str_in_output
+            sequence.text = tokenizer.decode(sequence.tokens[:-1] if drop_end else sequence.tokens)
+        return BeamSearchOutput(sequences)
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Run a method of this rank's worker, by name, or a function that is given the worker; returns ``[result]``.
+
+        Under torchrun each rank calls it and gets its own worker's result.
+        """
+        return self.llm_engine.model_executor.collective_rpc(method, timeout, args, kwargs)
+
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        """``[func(model)]`` of this rank's model."""
+        return self.collective_rpc("apply_model", args=(func,))
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Give memory back until ``wake_up``: level 1 the KV cache and, on devices, the weights (to the host); level 2
+        both for good, so that ``load_weights`` must bring weights after it.
+
+        Cached prefixes are forgotten. Raises ``ValueError`` while requests are unfinished.
+        """
+        self.llm_engine.sleep(level, mode)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Undo ``sleep``: all of it, or ``["weights"]`` or ``["kv_cache"]`` alone."""
+        self.llm_engine.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        return self.llm_engine.is_sleeping()
+
+    def get_metrics(self) -> list[Metric]:
+        """The engine's counts; raises ``ValueError`` where it was made with ``disable_log_stats`` (the default)."""
+        return self.llm_engine.get_metrics()
+
+    def start_profile(self, profile_prefix: str | None = None) -> None:
+        """Record torch's profile until ``stop_profile`` writes it to ``VLLM_TORCH_PROFILER_DIR``."""
+        self.collective_rpc("profile", args=(True, profile_prefix))
+
+    def stop_profile(self) -> None:
+        self.collective_rpc("profile", args=(False,))
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """Ranks in all, or those of one DP group."""
+        parallel = self.llm_engine.vllm_config.parallel_config
+        return parallel.world_size if include_dp else parallel.tensor_parallel_size
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        """Take ``tokenizer`` for the requests that come from now on."""
+        self.llm_engine.set_tokenizer(tokenizer)
 
     @_joint
     def chat(
@@ -218,7 +359,10 @@ class LLM:
             mm_processor_kwargs=mm_processor_kwargs,
         )
 
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget every cached prefix; running requests go on. There is no connector to reset."""
+        if reset_running_requests:
+            raise NotImplementedError("reset_running_requests=True is not supported; finish or abort the requests")
         return self.llm_engine.reset_prefix_cache()
 
     def shutdown(self) -> None:
@@ -237,20 +381,44 @@ class LLM:
             params = [_final_only(one) for one in params]
         return params
 
-    def _run(self, request_ids: list[str], use_tqdm: bool | Callable[..., tqdm]) -> list[RequestOutput]:
-        """Step until all ranks are done: a rank without requests takes part as long as another has some."""
-        engine = self.llm_engine
-        finished: dict[str, RequestOutput] = {}
+    def _run(
+        self,
+        request_ids: list[str],
+        use_tqdm: bool | Callable[..., tqdm],
+        follow: Callable[[RequestOutput], list[str]] = lambda output: [],
+    ) -> list[RequestOutput]:
+        """Step until all ranks are done: a rank without requests takes part as long as another has some.
+
+        ``follow`` may add requests when one has finished; their ids join ``request_ids``. All are aborted on errors.
+        """
+        try:
+            return self._steps(request_ids, use_tqdm, follow)
+        except BaseException:
+            self.llm_engine.abort_request(request_ids)
+            raise
+
+    def _steps(
+        self,
+        request_ids: list[str],
+        use_tqdm: bool | Callable[..., tqdm],
+        follow: Callable[[RequestOutput], list[str]],
+    ) -> list[RequestOutput]:
+        engine, finished, mine = self.llm_engine, self._finished, set(request_ids)
         in_step = engine.vllm_config.parallel_config.world_size > 1
         with _progress(len(request_ids), use_tqdm) as progress, _interrupts_between_steps() as raise_interrupt:
             while in_step or engine.has_unfinished_requests():
                 in_step = False
                 for output in engine.step():
-                    if output.finished:
-                        finished[output.request_id] = output
+                    if not output.finished or not (output.request_id in mine or output.request_id in self._enqueued):
+                        continue
+                    finished[output.request_id] = output
+                    if output.request_id in mine:
                         progress(output)
+                        more = follow(output)
+                        request_ids += more
+                        mine.update(more)
                 raise_interrupt()
-        return [finished[request_id] for request_id in request_ids]
+        return [finished.pop(request_id) for request_id in request_ids]
 
 
 def _final_only(params: Any) -> Any:
@@ -261,8 +429,20 @@ def _final_only(params: Any) -> Any:
     return params
 
 
+def _logprobs_of(output: RequestOutput) -> SampleLogprobs:
+    completion = output.outputs[0]
+    if not completion.logprobs:
+        raise ValueError(f"beam search ended: a step finished with {completion.finish_reason!r} and gave no token")
+    return completion.logprobs
+
+
+for _name in ("encode", "embed", "classify", "reward", "score", "init_weight_transfer_engine", "update_weights"):
+    setattr(LLM, _name, refuse(f"vllm.LLM.{_name}"))
+
+
 def _check_unused(lora_request: Any, priority: Any) -> None:
-    if lora_request is not None:
+    adapters = lora_request if isinstance(lora_request, Sequence) else [lora_request]
+    if any(adapter is not None for adapter in adapters):
         raise NotImplementedError("lora_request is not supported; merge the adapter into the checkpoint")
     priorities = priority if isinstance(priority, Sequence) else [priority]
     if any(priorities):

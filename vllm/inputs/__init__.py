@@ -102,7 +102,7 @@ def parse_prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
         return prompt, None
     if isinstance(prompt, Mapping):
         for key in _UNSUPPORTED:
-            if prompt.get(key) is not None:
+            if not _asks_nothing(prompt.get(key)):
                 raise NotImplementedError(f"the prompt has {key!r}, which this engine does not support; leave it out")
         text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if text is not None and not isinstance(text, str):
@@ -115,6 +115,13 @@ def parse_prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
     if as_list(prompt) is not None:
         return None, _token_ids(prompt)
     raise TypeError(f"a prompt is a {type(prompt).__name__}; give a string, token ids, or a dict with one of them")
+
+
+def _asks_nothing(value: Any) -> bool:
+    """None, an empty container, or a dict of such: ``{"image": None}``."""
+    if isinstance(value, Mapping):
+        return all(_asks_nothing(part) for part in value.values())
+    return value is None or (isinstance(value, (str, list, tuple)) and not value)
 
 
 def _token_ids(given: Any) -> list[int]:

@@ -141,6 +141,24 @@ class Platform:
         """What is known to go wrong with the installed software on this platform."""
         return []
 
+    def is_cpu(self) -> bool:
+        return self.device_type == "cpu"
+
+    def is_cuda(self) -> bool:
+        return self.device_type == "cuda" and torch.version.hip is None
+
+    def is_rocm(self) -> bool:
+        return self.device_type == "cuda" and torch.version.hip is not None
+
+    def is_cuda_alike(self) -> bool:
+        return self.device_type == "cuda"
+
+    def is_xpu(self) -> bool:
+        return self.device_type == "xpu"
+
+    def is_tpu(self) -> bool:
+        return False
+
     @property
     def policies(self) -> ParallelPolicies:
         return policies_of(self.device_type)

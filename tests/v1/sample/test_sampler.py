@@ -501,3 +501,46 @@ def test_wrong_rows_are_refused():
         state.add_row(1, request(SamplingParams()))
     with pytest.raises(AssertionError, match="row 2 is free"):
         state.remove_row(2)
+
+
+# --- what log-probabilities are of ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.7, logprobs=-1),
+        SamplingParams(temperature=1.5, top_k=3, logprobs=-1),
+        SamplingParams(temperature=0.8, top_p=0.6, min_p=0.1, logprobs=-1),
+        SamplingParams(temperature=0, repetition_penalty=1.7, logit_bias={4: 2.0}, logprobs=-1),
+        SamplingParams(temperature=1.2, presence_penalty=1.0, allowed_token_ids=[1, 2, 4, 6], logprobs=-1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"])
+def test_logprobs_modes(params, mode):
+    generator = torch.Generator().manual_seed(5)
+    logits = 2 * torch.randn(2, 8, generator=generator)
+    # A plain greedy row beside it keeps its own values.
+    rows = [request(params), request(SamplingParams(temperature=0, logprobs=-1))]
+    metadata = state_of(rows, 8).make_metadata()
+    got = Sampler(mode)(logits.clone(), metadata)
+    raw = logits.double()
+    processed = process_logits(logits, metadata).double() if metadata.changes_logits else raw.clone()
+    if params.temperature:
+        processed[0] /= params.temperature
+        kept = torch.tensor(exact(processed[0].tolist(), params_at_one(params))) > 0
+        processed[0, ~kept] = -math.inf
+    shown = processed if mode.startswith("processed") else raw
+    expected = shown.log_softmax(-1) if mode.endswith("logprobs") else shown
+    ids, values, ranks = got.logprobs_tensors
+    for row in range(2):
+        assert values[row].double() == pytest.approx(expected[row, ids[row].long()].numpy(), abs=1e-5), mode
+        chosen = expected[row, got.sampled_token_ids[row]]
+        assert chosen > -math.inf or mode.startswith("raw")
+        assert ranks[row] == 1 + int((expected[row] > chosen + 1e-9).sum())
+
+
+def params_at_one(params: SamplingParams) -> SamplingParams:
+    """The filters alone."""
+    return SamplingParams(top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-import argparse
-import difflib
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.suggestions import nearest
 
-class Parser(argparse.ArgumentParser):
+
+class Parser(FlexibleArgumentParser):
     """Names the nearest option where one is unknown, and takes no abbreviations."""
 
     def __init__(self, prog: str, description: str) -> None:
@@ -20,8 +21,7 @@ class Parser(argparse.ArgumentParser):
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             name = unknown[0].partition("=")[0]
-            near = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.0)[0]
-            self.error(f"unknown argument {unknown[0]!r}; the nearest is {near!r}")
+            self.error(f"unknown argument {unknown[0]!r}{nearest(name, self._option_string_actions)}")
         return parsed
 
 
@@ -93,8 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name in COMMANDS:
             return COMMANDS[name][0](argv[words:])
     name = " ".join(argv[:2] if argv[0] == "bench" else argv[:1])
-    near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.0)[0]
-    _fail(f"unknown command {name!r}; the nearest is {near!r}")
+    _fail(f"unknown command {name!r}{nearest(name, COMMANDS)}")
 
 
 if __name__ == "__main__":

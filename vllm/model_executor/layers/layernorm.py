@@ -16,6 +16,8 @@ class RMSNorm(nn.Module):
     ``zero_centered`` checkpoints store weight − 1 (Qwen3-Next): 1 is added, in fp32, when the weight is loaded.
     """
 
+    weight_attributes = ("weight",)
+
     def __init__(self, size: int, eps: float, dtype: torch.dtype, prefix: str, zero_centered: bool = False) -> None:
         super().__init__()
         self.size, self.eps, self.dtype, self.prefix = size, eps, dtype, prefix

@@ -60,6 +60,8 @@ class Shard:
 class LinearBase(nn.Module):
     """x [T, K] → x Wᵀ + b [T, N] over this rank's shards."""
 
+    weight_attributes = ("weight", "bias", "packed")
+
     def __init__(self, shards: Sequence[Shard], bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.shards = list(shards)
@@ -83,7 +85,9 @@ class LinearBase(nn.Module):
 
     def _weight_taker(self, shard: Shard):
         def take(loaded: torch.Tensor) -> None:
-            if self.weight is None:
+            if self.weight is None and self.packed is not None and shard.num_rows < self.output_size_per_partition:
+                self.weight = _cpu_ops.unpack_linear_weight(self.packed)
+            elif self.weight is None:
                 self.weight = torch.empty(
                     self.output_size_per_partition, self.input_size_per_partition, dtype=self.dtype
                 )
@@ -100,9 +104,11 @@ class LinearBase(nn.Module):
         return take
 
     def process_weights_after_loading(self) -> None:
+        if self.weight is None and self.packed is not None:
+            return  # only its bias is new
         assert self.weight is not None, f"{self.shards[0].name}: no weight was loaded"
         if self.weight.is_cpu:
-            self.packed = _cpu_ops.pack_linear_weight(self.weight)
+            self.packed = _cpu_ops.pack_linear_weight(self.weight, self.packed)
             self.weight = None
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]

@@ -29,6 +29,8 @@ logger = init_logger(__name__)
 class VocabParallelEmbedding(nn.Module):
     """Token ids [T] → rows [T, hidden]. A tied ``ParallelLMHead`` reads the same packed weight."""
 
+    weight_attributes = ("weight", "packed")
+
     def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype, prefix: str) -> None:
         super().__init__()
         self.tp_size, tp_rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
@@ -49,7 +51,7 @@ class VocabParallelEmbedding(nn.Module):
     def process_weights_after_loading(self) -> None:
         assert self.weight is not None, f"{self.prefix}: no weight was loaded"
         if self.weight.is_cpu:
-            self.packed = _cpu_ops.pack_linear_weight(self.weight)
+            self.packed = _cpu_ops.pack_linear_weight(self.weight, self.packed)
             self.weight = None
 
     def _lookup(self, rows: torch.Tensor) -> torch.Tensor:

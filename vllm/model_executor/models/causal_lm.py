@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -14,6 +16,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.weight_update import drop_weights, move_weights, update_weights
 from vllm.model_executor.parameter import WeightSpec, collect_weight_specs
 
 if TYPE_CHECKING:
@@ -80,6 +83,9 @@ class CausalLM(nn.Module):
             f"{root}lm_head",
             tie_to=self.model.embed_tokens if self.tied else None,
         )
+        self.device, self.dtype = torch.get_default_device(), dtype
+        self.missing_weights: set[str] = set()
+        self.has_new_weights = False
 
     @classmethod
     def checkpoint_name(cls, stored: str) -> str:
@@ -89,6 +95,29 @@ class CausalLM(nn.Module):
         """
         name = re.sub(r"^((model|language_model)\.)*(?=(layers|embed_tokens|norm)\.)", f"{cls.model_prefix}.", stored)
         return re.sub(r"^((model|language_model)\.)+(?=lm_head\.)", "", name)
+
+    @functools.cached_property
+    def _spec_of(self) -> dict[str, WeightSpec]:
+        return {spec.name: spec for spec in self.weight_specs()}
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Replace weights in place, in the middle of an engine's life too; see ``weight_update.update_weights``.
+
+        The engine forgets its cached prefixes before the next step; running requests go on with what they have cached.
+        """
+        self.has_new_weights = True
+        with torch.no_grad(), torch.device(self.device):
+            taken = update_weights(self, self._spec_of, weights, self.dtype)
+        self.missing_weights -= taken
+        return taken
+
+    def drop_weights(self) -> None:
+        """Free all weights; each is in ``missing_weights`` until ``load_weights`` brings it."""
+        drop_weights(self)
+        self.missing_weights = {name for name, spec in self._spec_of.items() if spec.needed and not spec.optional}
+
+    def move_weights(self, device: torch.device) -> None:
+        move_weights(self, device)
 
     def weight_specs(self) -> list[WeightSpec]:
         return collect_weight_specs(self)

@@ -51,10 +51,7 @@ class InputProcessor:
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params is a {type(params).__name__}; give a SamplingParams")
         kwargs, truncate = split_tokenization_kwargs(tokenization_kwargs)
-        text, token_ids = parse_prompt(prompt)
-        if token_ids is None:
-            assert text is not None, f"prompt {prompt!r} has neither text nor token ids"
-            token_ids = self._tokenise(text, kwargs)
+        text, token_ids = self._read(prompt, kwargs)
         params = params.clone()
         if truncate is not None:
             check_truncation(truncate)
@@ -63,6 +60,21 @@ class InputProcessor:
         self._check_prompt(token_ids)
         self._complete(params, len(token_ids))
         return EngineInput(text, token_ids, params, self.eos_token_id)
+
+    def process_prompt(self, prompt: PromptType) -> list[int]:
+        """The token ids of ``prompt``, which leave room for a token."""
+        _, token_ids = self._read(prompt)
+        self._check_prompt(token_ids)
+        return token_ids
+
+    def _read(
+        self, prompt: PromptType, tokenization_kwargs: Mapping[str, Any] | None = None
+    ) -> tuple[str | None, list[int]]:
+        text, token_ids = parse_prompt(prompt)
+        if token_ids is None:
+            assert text is not None, f"prompt {prompt!r} has neither text nor token ids"
+            token_ids = self._tokenise(text, tokenization_kwargs or {})
+        return text, token_ids
 
     def _tokenise(self, text: str, kwargs: Mapping[str, Any]) -> list[int]:
         if self.tokenizer is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.debug import watchdog
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.metrics.reader import Counter, Gauge, Metric
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -70,6 +72,7 @@ class LLMEngine:
             )
         self.output_processor = OutputProcessor(self.tokenizer, log_stats=not vllm_config.disable_log_stats)
         self.worker = Worker(vllm_config)
+        self.model_executor = Executor(self.worker)
         self.worker.init_device()
         self.worker.check_settings(generation_config)
         with watchdog.telling("the engine's start"):
@@ -98,7 +101,7 @@ class LLMEngine:
         )
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> LLMEngine:
+    def from_engine_args(cls, engine_args: EngineArgs, usage_context: Any = None) -> LLMEngine:
         vllm_config = engine_args.create_engine_config()
         return cls(vllm_config, engine_args.get_generation_config(vllm_config.model_config))
 
@@ -151,6 +154,8 @@ class LLMEngine:
         With several ranks every one calls this as long as ``has_unfinished_requests``. What it raises ends the run on
         all of them.
         """
+        if self.worker.take_new_weights():
+            self.scheduler.reset_prefix_cache()
         self.is_torn = True
         with self.worker.step():
             outputs = self._step()
@@ -200,6 +205,45 @@ class LLMEngine:
 
     def reset_prefix_cache(self) -> bool:
         return self.scheduler.reset_prefix_cache()
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        """Take ``tokenizer`` for the requests that come from now on; the model's end tokens stay as they are."""
+        self.tokenizer = tokenizer
+        self.input_processor = InputProcessor(self.vllm_config, tokenizer, self.generation_config)
+        self.output_processor.set_tokenizer(tokenizer)
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """See ``LLM.sleep``."""
+        if level not in (1, 2):
+            raise ValueError(f"sleep(level={level!r}): 1 keeps the weights, 2 drops them; give one of them")
+        if count := self.get_num_unfinished_requests():
+            raise ValueError(f"sleep: {count} requests are unfinished; let them end or abort them first")
+        self.reset_prefix_cache()
+        self.worker.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """See ``LLM.wake_up``."""
+        self.worker.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        return bool(self.worker.asleep)
+
+    def get_metrics(self) -> list[Metric]:
+        """See ``LLM.get_metrics``."""
+        if self.vllm_config.disable_log_stats:
+            raise ValueError(
+                "nothing is counted with disable_log_stats=True; make the LLM with disable_log_stats=False"
+            )
+        pool, labels = self.scheduler.kv_cache_manager.pool, {"model_name": str(self.model_config.served_model_name)}
+        usage = 1 - pool.num_free / max(pool.num_blocks - 1, 1)
+        return [
+            Gauge(name="vllm:num_requests_running", labels=labels, value=len(self.scheduler.running)),
+            Gauge(name="vllm:num_requests_waiting", labels=labels, value=len(self.scheduler.waiting)),
+            Gauge(name="vllm:kv_cache_usage_perc", labels=labels, value=usage),
+            Counter(name="vllm:generation_tokens", labels=labels, value=self.stats.output_tokens),
+            Counter(name="vllm:engine_steps", labels=labels, value=self.stats.steps),
+            Counter(name="vllm:engine_tokens", labels=labels, value=self.stats.tokens),
+        ]
 
     def shutdown(self) -> None:
         """Leave the other ranks; no method may be called afterwards."""

@@ -128,11 +128,15 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Any | None, log_stats: bool = False) -> None:
         self._log_stats = log_stats
+        self.set_tokenizer(tokenizer)
+        self._requests: dict[str, _Request] = {}
+        self._by_child: dict[str, tuple[_Request, _Completion]] = {}
+
+    def set_tokenizer(self, tokenizer: Any | None) -> None:
+        """For the requests that come from now on."""
         self._tokenizer = tokenizer
         self._continuations = functools.cache(lambda: continuation_ids(tokenizer))
         self._token_text = TokenText(tokenizer, self._continuations)
-        self._requests: dict[str, _Request] = {}
-        self._by_child: dict[str, tuple[_Request, _Completion]] = {}
 
     def add_request(
         self,

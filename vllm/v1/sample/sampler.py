@@ -29,7 +29,11 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Chooses a token for each row; no row's result depends on another row."""
+    """Chooses a token for each row; no row's result depends on another row. ``logprobs_mode``: see ``EngineArgs``."""
+
+    def __init__(self, logprobs_mode: str = "raw_logprobs") -> None:
+        self.processed = logprobs_mode.startswith("processed")
+        self.normalise = logprobs_mode.endswith("logprobs")
 
     def __call__(self, logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
         """``logits`` [R, V] of any float dtype, not changed. Equal largest logits: the lowest token id is greedy."""
@@ -41,42 +45,56 @@ class Sampler:
             processed = process_logits(logits, metadata)
             largest, token_ids = row_max(processed)
             undrawable = ~largest.isfinite() & ~nan_rows
+        keep = self.processed and metadata.max_num_logprobs is not None
         if not metadata.all_greedy:
-            token_ids = self._sample(processed, largest, token_ids, metadata)
+            token_ids, processed = self._sample(processed, largest, token_ids, metadata, keep)
         token_ids = token_ids.masked_fill(nan_rows if undrawable is None else nan_rows | undrawable, 0)
         logprobs = None
         if metadata.max_num_logprobs is not None:
-            logprobs = self.gather_logprobs(logits, metadata.max_num_logprobs, token_ids)
+            shown = processed if self.processed else logits
+            logprobs = self.gather_logprobs(shown, metadata.max_num_logprobs, token_ids, self.normalise)
         return SamplerOutput(token_ids, logprobs, nan_rows, undrawable)
 
     @staticmethod
     def _sample(
-        logits: torch.Tensor, largest: torch.Tensor, greedy_token_ids: torch.Tensor, metadata: SamplingMetadata
-    ) -> torch.Tensor:
+        logits: torch.Tensor,
+        largest: torch.Tensor,
+        greedy_token_ids: torch.Tensor,
+        metadata: SamplingMetadata,
+        keep: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens and, if ``keep``, the logits that they were drawn from: -inf where a filter forbids a token."""
         assert metadata.temperature is not None
         assert metadata.noise is not None
         temperature = metadata.temperature[:, None]
         scaled = logits / temperature
         top = largest.float()[:, None] / temperature
         weights = (scaled - top).exp_()
-        floor = None
+        floor = lowest = None
         if metadata.min_p is not None:
             floor = top + metadata.min_p[:, None].log()
             keep_from(floor, scaled, weights)
+            lowest = floor
         if metadata.top_k is not None or metadata.top_p is not None:
             total = block_sums(weights).sum(dim=1, keepdim=True, dtype=torch.float64)
             threshold = limit_threshold(scaled, total, metadata.top_k, metadata.max_top_k, metadata.top_p, floor)
             keep_from(threshold, scaled, weights)
+            lowest = threshold if lowest is None else torch.maximum(lowest, threshold)
         token_ids, found = random_choice(weights, metadata.noise)
         if metadata.greedy is not None:
             found = found & ~metadata.greedy
-        return torch.where(found, token_ids, greedy_token_ids)
+        if keep and lowest is not None:
+            scaled = scaled.masked_fill(scaled < lowest, -torch.inf)
+        return torch.where(found, token_ids, greedy_token_ids), scaled
 
     @staticmethod
-    def gather_logprobs(logits: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:
+    def gather_logprobs(
+        logits: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor, normalise: bool = True
+    ) -> LogprobsTensors:
         """Log-probabilities of ``token_ids`` [R] and of the ``num_logprobs`` likeliest tokens (-1: all) of each row.
 
-        ``logits`` [R, V] of any float dtype. The rank of a token is 1 + the number of strictly likelier ones.
+        ``logits`` [R, V] of any float dtype, given themselves without ``normalise``. The rank of a token is 1 + the
+        number of strictly likelier ones.
         """
         num_rows, vocab_size = logits.shape
         width = vocab_size if num_logprobs == -1 else min(num_logprobs, vocab_size)
@@ -90,7 +108,9 @@ class Sampler:
             chosen = values.gather(1, chosen_ids)
             top = values.topk(width, dim=1)
             ids[part] = torch.cat((chosen_ids, top.indices), dim=1)
-            logprobs[part] = torch.cat((chosen, top.values), dim=1) - values.logsumexp(dim=1, keepdim=True)
+            logprobs[part] = torch.cat((chosen, top.values), dim=1)
+            if normalise:
+                logprobs[part] -= values.logsumexp(dim=1, keepdim=True)
             # Comparing into fp32 is exact and several times faster than summing booleans.
             ranks[part] = values.gt_(chosen).sum(dim=1) + 1
         return LogprobsTensors(ids, logprobs, ranks)

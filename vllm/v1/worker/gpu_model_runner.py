@@ -58,7 +58,7 @@ class GPUModelRunner:
         self.max_num_tokens = max(
             scheduler.max_num_batched_tokens, *vllm_config.compilation_config.cudagraph_capture_sizes, 0
         )
-        self.sampler = Sampler()
+        self.sampler = Sampler(vllm_config.model_config.logprobs_mode)
         self.pad_to_max = pads_to_max(platform.policies, parallel.enable_expert_parallel, parallel.data_parallel_size)
         self.step = 0
         self.step_buffers = StepBuffers(self.max_num_tokens)
@@ -88,6 +88,15 @@ class GPUModelRunner:
             layer.bind_kv_cache(kv_cache_config)
         backends = {layer.backend for layer in self.cached_layers.values()}
         self.builders = {backend: backend.builder_cls(kv_cache_config) for backend in backends}
+
+    def release_kv_cache(self) -> None:
+        for layer in self.cached_layers.values():
+            layer.unbind_kv_cache()
+
+    def restore_kv_cache(self) -> None:
+        """Empty caches of the old size."""
+        for layer in self.cached_layers.values():
+            layer.bind_kv_cache(self.kv_cache_config)
 
     @torch.inference_mode()
     def profile_run(self) -> int:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -43,6 +43,9 @@ class Worker:
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.vllm_config = vllm_config
         self.platform = current_platform
+        # Of "weights" and "kv_cache", what sleep() took and wake_up() has not brought back.
+        self.asleep: set[str] = set()
+        self._profiler: torch.profiler.profile | None = None
 
     def init_device(self) -> None:
         """Join the other ranks.
@@ -113,6 +116,83 @@ class Worker:
         with torch.device(self.device):
             self.runner.initialize_kv_cache(kv_cache_config)
         self.nan_trace = install_nan_trace(self.runner.model)
+
+    # --- between steps --------------------------------------------------------------------------------------------
+
+    @property
+    def model_runner(self) -> GPUModelRunner:
+        return self.runner
+
+    def get_model(self) -> CausalLM:
+        return self.runner.model
+
+    def apply_model(self, func: Callable[[CausalLM], Any]) -> Any:
+        return func(self.runner.model)
+
+    def take_new_weights(self) -> bool:
+        """Whether ``load_weights`` changed the model since the last call: what was computed before is stale then.
+
+        Raises:
+            ValueError: the engine sleeps, or weights that sleep(level=2) dropped have not come back.
+        """
+        if self.asleep:
+            raise ValueError(f"the engine sleeps ({', '.join(sorted(self.asleep))} given back): call wake_up() first")
+        model = self.runner.model
+        if model.missing_weights:
+            names = sorted(model.missing_weights)
+            raise ValueError(
+                f"{len(names)} weights were dropped by sleep(level=2) and have not come back ({', '.join(names[:3])}"
+                f"{', ...' if len(names) > 3 else ''}): give them to the model's load_weights()"
+            )
+        changed, model.has_new_weights = model.has_new_weights, False
+        if changed:
+            # Head and embedding may come in any order, so whether they are alike is known now.
+            with torch.no_grad():
+                model.lm_head.settle_tie()
+        return changed
+
+    def sleep(self, level: int = 1) -> None:
+        """Give back the KV cache; with ``level`` 2 the weights too, on devices with 1 as well (kept on the host)."""
+        if "kv_cache" not in self.asleep:
+            self.runner.release_kv_cache()
+        if level == 2:
+            self.runner.model.drop_weights()
+        elif self.device.type != "cpu" and "weights" not in self.asleep:
+            self.runner.model.move_weights(torch.device("cpu"))
+        self.asleep = {"weights", "kv_cache"}
+        self.platform.empty_cache()
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Bring back what ``tags`` name, all by default; what is awake stays so."""
+        names = ("weights", "kv_cache")
+        if wrong := [tag for tag in tags or () if tag not in names]:
+            raise ValueError(
+                f"wake_up(tags={list(tags or ())!r}): {wrong} unknown; give some of {list(names)}, or None"
+            )
+        waking = self.asleep & set(names if tags is None else tags)
+        if "weights" in waking and self.device.type != "cpu":
+            self.runner.model.move_weights(self.device)
+        if "kv_cache" in waking:
+            with torch.device(self.device):
+                self.runner.restore_kv_cache()
+        self.asleep -= waking
+
+    def profile(self, is_start: bool = True, profile_prefix: str | None = None) -> None:
+        """Start torch's profiler, or stop it and write a Chrome trace to ``VLLM_TORCH_PROFILER_DIR``."""
+        if is_start == (self._profiler is not None):
+            raise ValueError("the profiler runs already" if is_start else "the profiler was not started")
+        if not is_start:
+            profiler, self._profiler = self._profiler, None
+            assert profiler is not None
+            profiler.stop()
+            return
+        if not envs.VLLM_TORCH_PROFILER_DIR:
+            raise ValueError("VLLM_TORCH_PROFILER_DIR is not set: set it to the folder that traces are written to")
+        name = f"{profile_prefix or 'vllm'}-rank{get_world_group().rank}"
+        activities = torch.profiler.supported_activities()
+        write = torch.profiler.tensorboard_trace_handler(envs.VLLM_TORCH_PROFILER_DIR, name)
+        self._profiler = torch.profiler.profile(activities=activities, on_trace_ready=write)
+        self._profiler.start()
 
     def execute_model(self, scheduler_output: SchedulerOutput, has_unfinished: bool = True) -> ModelRunnerOutput:
         if self.nan_trace is not None:

@@ -53,6 +53,9 @@ class Attention(nn.Module):
         shape = self.backend.get_kv_cache_shape(config.num_blocks, config.block_size, self.num_kv_heads, self.head_size)
         self.kv_cache = (zeroed_cache(shape, self.dtype), zeroed_cache(shape, self.dtype))
 
+    def unbind_kv_cache(self) -> None:
+        self.kv_cache = None
+
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         num_tokens_padded = query.shape[0]
         set_current_layer(self.layer_name)

@@ -46,6 +46,8 @@ class FusedMoE(nn.Module):
         ValueError: without expert parallelism, the intermediate size cannot be divided over the ranks.
     """
 
+    weight_attributes = ("w13", "w2")
+
     def __init__(
         self,
         num_experts: int,
@@ -102,6 +104,9 @@ class FusedMoE(nn.Module):
     def _take_w13(self, expert: int, half: int) -> Callable[[torch.Tensor], None]:
         def take(loaded: torch.Tensor) -> None:
             size = self.local_intermediate
+            if self.w13 is not None:
+                _cpu_ops.repack_expert_weight(self.w13, expert, loaded[self.intermediate_slice], half)
+                return
             w13 = self._buffer("w13", (self.local_num_experts, 2 * size, self.hidden_size))
             w13[expert, half * size : (half + 1) * size].copy_(loaded[self.intermediate_slice])
 
@@ -109,6 +114,9 @@ class FusedMoE(nn.Module):
 
     def _take_w2(self, expert: int) -> Callable[[torch.Tensor], None]:
         def take(loaded: torch.Tensor) -> None:
+            if self.w2 is not None:
+                _cpu_ops.repack_expert_weight(self.w2, expert, loaded[:, self.intermediate_slice])
+                return
             w2 = self._buffer("w2", (self.local_num_experts, self.hidden_size, self.local_intermediate))
             w2[expert].copy_(loaded[:, self.intermediate_slice])
 
@@ -120,8 +128,9 @@ class FusedMoE(nn.Module):
         return self._loading[name]
 
     def process_weights_after_loading(self) -> None:
-        if self.local_num_experts:
+        if "w13" in self._loading:
             self.w13 = _cpu_ops.pack_expert_weights(self._loading.pop("w13"), gated=True)
+        if "w2" in self._loading:
             self.w2 = _cpu_ops.pack_expert_weights(self._loading.pop("w2"))
 
     def forward(

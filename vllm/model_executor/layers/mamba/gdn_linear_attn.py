@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -92,6 +93,7 @@ class GatedDeltaNet(nn.Module):
     """
 
     backend = GDNAttentionBackend
+    weight_attributes = ("weights",)
 
     def __init__(self, config: Any, interleaved: bool, dtype: torch.dtype, prefix: str) -> None:
         super().__init__()
@@ -128,16 +130,23 @@ class GatedDeltaNet(nn.Module):
 
     def process_weights_after_loading(self) -> None:
         heads, small, device = self.heads, self.small, torch.get_default_device()
-        assert len(small) == 4, f"{self.layer_name}: only {sorted(small)} were loaded"
-        self.weights = _gdn_ops.GDNWeights(
-            conv_weight_KC=small["conv1d.weight"][heads.qkv_rows(), 0].T.contiguous().to(device),
-            decay_rate_H=small["A_log"][heads.local_v].exp().to(device),
-            dt_bias_H=small["dt_bias"][heads.local_v].clone().to(device),
-            norm_weight_E=small["norm.weight"].clone().to(device),
-            eps=self.eps,
-            num_k_heads=heads.num_k,
-            head_k_dim=heads.head_k_dim,
-        )
+        new: dict[str, Any] = {}
+        if (taps := small.get("conv1d.weight")) is not None:
+            new["conv_weight_KC"] = taps[heads.qkv_rows(), 0].T.contiguous().to(device)
+        if (log_rate := small.get("A_log")) is not None:
+            new["decay_rate_H"] = log_rate[heads.local_v].exp().to(device)
+        if (dt_bias := small.get("dt_bias")) is not None:
+            new["dt_bias_H"] = dt_bias[heads.local_v].clone().to(device)
+        if (norm := small.get("norm.weight")) is not None:
+            new["norm_weight_E"] = norm.clone().to(device)
+        if self.weights is not None:
+            self.weights = dataclasses.replace(self.weights, **new)
+        elif len(new) == 4:
+            self.weights = _gdn_ops.GDNWeights(
+                **new, eps=self.eps, num_k_heads=heads.num_k, head_k_dim=heads.head_k_dim
+            )
+        else:
+            return  # the rest comes with a later call
         self.small = {}
 
     # --- state --------------------------------------------------------------------------------------------------
@@ -157,6 +166,9 @@ class GatedDeltaNet(nn.Module):
             torch.zeros(config.num_state_slots, *shape, dtype=dtype)
             for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
         )
+
+    def unbind_kv_cache(self) -> None:
+        self.conv_state = self.recurrent_state = None
 
     def clear_state(self, slot: int) -> None:
         """A request begins in ``slot``: nothing of the slot's last owner may reach it."""

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""New weights for a model that is loaded: from a trainer, tensor by tensor, into the memory of the old ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm.model_executor.parameter import WeightSpec
+from vllm.utils.suggestions import nearest
+
+
+def update_weights(
+    model: nn.Module, specs: Mapping[str, WeightSpec], weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
+) -> set[str]:
+    """Take whole checkpoint tensors, on any device and in any order or number of calls; returns their names in
+    ``specs``. Each rank keeps its shards of them.
+
+    Raises:
+        ValueError: a name that the model does not have, or another shape; tensors before it are taken.
+    """
+    rename = getattr(model, "checkpoint_name", lambda name: name)
+    taken: set[str] = set()
+    owner: Any = None
+    for given, whole in weights:
+        for name, tensor in _unstacked(given, whole):
+            spec = specs.get(rename(name))
+            if spec is None:
+                if any(re.search(pattern, name) for pattern in getattr(model, "ignored_weights", ())):
+                    continue
+                raise ValueError(f"load_weights: the model has no weight {name!r}{nearest(name, specs)}")
+            if tuple(tensor.shape) != tuple(spec.shape):
+                raise ValueError(
+                    f"load_weights: {name} has shape {tuple(tensor.shape)}, the model's is {tuple(spec.shape)}; give "
+                    "the whole tensor, not a rank's shard"
+                )
+            taken.add(spec.name)
+            if not spec.needed:
+                continue
+            # A module is packed again when another one's tensors begin: those of one module mostly come together.
+            if owner is not None and owner is not spec.owner:
+                _process(owner)
+            owner = spec.owner
+            spec.take(tensor.detach().to("cpu", spec.dtype or dtype, copy=True).contiguous())
+    if owner is not None:
+        _process(owner)
+    return taken
+
+
+def _process(module: Any) -> None:
+    if hasattr(module, "process_weights_after_loading"):
+        module.process_weights_after_loading()
+
+
+def _unstacked(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parts by expert where ``tensor`` stacks them: ``….experts.gate_up_proj`` [E, 2·I, H], ``….down_proj``
+    [E, H, I]; transformers keeps experts so."""
+    stack, _, kind = name.rpartition(".")
+    if not stack.endswith(".experts") or kind not in ("gate_up_proj", "down_proj") or tensor.dim() != 3:
+        yield name, tensor
+        return
+    parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+    for expert in range(tensor.shape[0]):
+        for part, rows in zip(parts, tensor[expert].chunk(len(parts)), strict=True):
+            yield f"{stack}.{expert}.{part}.weight", rows
+
+
+def drop_weights(model: nn.Module) -> None:
+    """Free what ``weight_attributes`` of the modules name."""
+    for module, attribute, _ in _held(model):
+        setattr(module, attribute, None)
+
+
+def move_weights(model: nn.Module, device: torch.device) -> None:
+    """Hold the weights on ``device`` instead."""
+    for module, attribute, value in _held(model):
+        setattr(module, attribute, _moved(value, device))
+
+
+def _held(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    return [
+        (module, attribute, value)
+        for module in model.modules()
+        for attribute in getattr(module, "weight_attributes", ())
+        if (value := getattr(module, attribute)) is not None
+    ]
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return dataclasses.replace(value, **{n: v.to(device) for n, v in fields.items() if isinstance(v, torch.Tensor)})
