@@ -45,7 +45,7 @@ class Launcher:
 
 
 def _mpi(name: str, prefix: str, *job: str) -> Launcher:
-    return Launcher(name, *(prefix + what for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")), job=job)
+    return Launcher(name, f"{prefix}RANK", f"{prefix}SIZE", f"{prefix}LOCAL_RANK", f"{prefix}LOCAL_SIZE", job)
 
 
 _TORCHRUN = Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
