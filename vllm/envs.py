@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from vllm.launchers import rank_label
+
 
 def _number(name: str, default: float, kind: Callable[[str], Any] = float) -> Callable[[], Any]:
     def read() -> Any:
@@ -79,6 +81,11 @@ VARIABLES: dict[str, tuple[Callable[[], Any], str]] = {
     "VLLM_CHECK_COLLECTIVES": (_switch("VLLM_CHECK_COLLECTIVES", False), "compare each between ranks before it runs"),
     "VLLM_HOST_IP": (_text("VLLM_HOST_IP"), "this machine's address as get_ip() gives it; empty = by its routes"),
     "VLLM_TORCH_PROFILER_DIR": (_text("VLLM_TORCH_PROFILER_DIR"), "folder of the traces of LLM.start_profile"),
+    "VLLM_DP_RANK": (_number("VLLM_DP_RANK", 0, int), "this process's DP rank, where each is started by itself"),
+    "VLLM_DP_RANK_LOCAL": (_number("VLLM_DP_RANK_LOCAL", 0, int), "its place among those of its host"),
+    "VLLM_DP_SIZE": (_number("VLLM_DP_SIZE", 1, int), "how many such processes there are"),
+    "VLLM_DP_MASTER_IP": (_text("VLLM_DP_MASTER_IP"), "host where they meet, that of DP rank 0"),
+    "VLLM_DP_MASTER_PORT": (_number("VLLM_DP_MASTER_PORT", 0, int), "free port there"),
     "VLLM_MOE_BARRIER": (_switch("VLLM_MOE_BARRIER", None), "device barrier before each MoE collective"),
 }
 
@@ -110,7 +117,7 @@ def warn_of_unread() -> None:
             continue
         near = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.85)
         unread.append(f"{name} (did you mean {near[0]}?)" if near else name)
-    if unread and os.environ.get("RANK", "0") == "0":
+    if unread and rank_label() in (None, "0"):
         from vllm.logger import init_logger
 
         init_logger(__name__).warning("no part of this engine reads %s", ", ".join(unread))

@@ -121,8 +121,8 @@ class Place:
         return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 
-def find_place() -> Place:
-    """What the environment says now.
+def find_place(known: tuple[int, int] | None = None) -> Place:
+    """What the environment says now; ``known``: (rank, world size) of a caller who has them from elsewhere.
 
     Raises ``ValueError`` for numbers that are none or contradict each other.
     """
@@ -131,13 +131,13 @@ def find_place() -> Place:
     launcher = next(
         (of for of in LAUNCHERS if (of.numbers() or alone)[1] > 1 or (of is _TORCHRUN and of.numbers())), None
     )
-    rank, world_size = (launcher and launcher.numbers()) or alone
+    rank, world_size = known or (launcher and launcher.numbers()) or alone
     if not 0 <= rank < world_size:
         names = launcher or _TORCHRUN
         raise ValueError(f"rank {rank} is outside a world of {world_size}: check {names.rank} and {names.world_size}")
     _check_dp_variables(rank, world_size)
     # One launcher inside another counts where both number this process alike.
-    alike = [of for of in LAUNCHERS if of is _TORCHRUN or of is launcher or of.numbers() == (rank, world_size)]
+    alike = [of for of in LAUNCHERS if of is _TORCHRUN or of.numbers() == (rank, world_size)]
     local_ranks = [_number(of.local_rank) for of in alike]
     local_sizes = [of.read_local_world_size() for of in alike if of.local_world_size]
     lone = world_size == 1

@@ -9,13 +9,14 @@ import os
 import sys
 
 from vllm import envs
+from vllm.launchers import rank_label
 
 _ROOT = "vllm"
 
 
 class _RankFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        rank = os.environ.get("RANK")
+        rank = rank_label()
         record.rank = f" rank={rank}" if rank is not None else ""
         return super().format(record)
 

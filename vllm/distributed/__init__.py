@@ -15,6 +15,7 @@ from vllm.distributed.observer import (
 )
 from vllm.distributed.parallel_state import (
     GroupCoordinator,
+    GroupLease,
     cleanup_dist_env_and_memory,
     destroy_distributed_environment,
     destroy_model_parallel,
@@ -23,6 +24,8 @@ from vllm.distributed.parallel_state import (
     get_data_parallel_world_size,
     get_dp_group,
     get_ep_group,
+    get_local_rank,
+    get_local_world_size,
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
     get_tp_group,
@@ -37,6 +40,7 @@ __all__ = [
     "CollectiveObserver",
     "CollectiveRecord",
     "GroupCoordinator",
+    "GroupLease",
     "cleanup_dist_env_and_memory",
     "destroy_distributed_environment",
     "destroy_model_parallel",
@@ -46,6 +50,8 @@ __all__ = [
     "get_data_parallel_world_size",
     "get_dp_group",
     "get_ep_group",
+    "get_local_rank",
+    "get_local_world_size",
     "get_tensor_model_parallel_rank",
     "get_tensor_model_parallel_world_size",
     "get_tp_group",

@@ -129,19 +129,22 @@ def wait_for(work: Work, group: ProcessGroup | None) -> None:
 
     Raises ``RuntimeError`` from the backend, or because the run was given up.
     """
-    while True:
-        try:
-            work.wait(_PIECE)
-            return
-        except RuntimeError:
-            if work.is_completed():
-                work.wait()  # it may have ended just after the piece did
+    try:
+        while True:
+            try:
+                work.wait(_PIECE)
                 return
-        if _lost:
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # it may have ended just after the piece did
+                    return
+            if _lost:
+                raise RuntimeError(f"the run was given up: {_lost}")
+    finally:
+        if not work.is_completed():  # given up, or interrupted
             # The backend's thread stays in the operation, and whoever frees the group would wait for that thread.
             for kept in (work, group):
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
-            raise RuntimeError(f"the run was given up: {_lost}")
 
 
 class record_collective:

@@ -8,17 +8,24 @@ a process group: every group has one rank and every collective is the identity.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import ctypes
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from vllm import envs, platforms
+from vllm import envs, launchers, platforms
 from vllm.distributed import observer
 from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager, DispatchedTokens
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
@@ -34,6 +41,8 @@ logger = init_logger(__name__)
 
 # Ranks may come to the rendezvous this far apart: they import and look for devices before it.
 _RENDEZVOUS_S = 120.0
+# A rank that leaves has sent all that its peers still need, so this is only for what lies in the network's queues.
+_FAREWELL_S = 5.0
 
 
 def collective_timeout() -> timedelta:
@@ -186,7 +195,7 @@ class GroupCoordinator:
 
     def destroy(self) -> None:
         for group in (self.device_group, self.cpu_group):
-            if group is not None:
+            if _exists(group):
                 dist.destroy_process_group(group)
         self.device_group = self.cpu_group = None
 
@@ -200,6 +209,24 @@ _COMMUNICATORS: dict[str, type[DeviceCommunicatorBase]] = {
 _groups: dict[str, GroupCoordinator] = {}
 _owns_default_group = False
 _platform: Platform | None = None
+_local: tuple[int, int] | None = None
+_store: dist.Store | None = None
+# Kept for as long as the process lives: a store that rank 0 serves must not go and come back between two engines.
+_meeting_points: dict[tuple[str, int, int], dist.Store] = {}
+_holders: set[GroupLease] = set()
+_made_for_engines = False
+_on_leaving: list[Callable[[], None]] = []
+_process = 0
+
+
+def _exists(group: ProcessGroup | None) -> bool:
+    """Whether torch.distributed still has the group: a caller who destroys the default group destroys them all."""
+    return group in dist.distributed_c10d._world.pg_map
+
+
+def _drop_stale_groups() -> None:
+    if "world" in _groups and get_world_group().world_size > 1 and not _exists(get_world_group().cpu_group):
+        destroy_distributed_environment()
 
 
 def _get(kind: str) -> GroupCoordinator:
@@ -246,12 +273,29 @@ def model_parallel_is_initialized() -> bool:
     return "tp" in _groups
 
 
-def _environment_number(name: str, default: int) -> int:
-    text = os.environ.get(name, "")
-    try:
-        return int(text) if text else default
-    except ValueError:
-        raise ValueError(f"{name}={text!r} is not a number; start the ranks with torchrun, which sets it") from None
+def get_local_rank() -> int:
+    """This rank among those of its host."""
+    assert _local is not None, "call init_distributed_environment() first"
+    return _local[0]
+
+
+def get_local_world_size() -> int:
+    """Ranks of this host: they share its memory and cores."""
+    assert _local is not None, "call init_distributed_environment() first"
+    return _local[1]
+
+
+def get_store() -> dist.Store:
+    """A client of the ranks' key-value store for the caller's thread alone, with the keys of these groups."""
+    assert _store is not None, "a single process has no store"
+    # Older releases of torch cannot clone: there threads take turns.
+    return _store.clone() if hasattr(_store, "clone") else _store
+
+
+def call_on_leaving(callback: Callable[[], None]) -> None:
+    """Have ``callback`` called once, before the groups go."""
+    if callback not in _on_leaving:
+        _on_leaving.append(callback)
 
 
 def init_distributed_environment(
@@ -265,45 +309,103 @@ def init_distributed_environment(
     """Join the ranks' rendezvous and make the world group; a single process joins nothing.
 
     Args:
-        world_size, rank, local_rank: -1 reads torchrun's WORLD_SIZE, RANK, LOCAL_RANK.
+        world_size, rank, local_rank: -1 takes those of ``torch.distributed`` where the caller has initialised it,
+            else what the launcher says (:mod:`vllm.launchers`).
+        distributed_init_method: ``env://`` is where the launcher says that the ranks meet.
         backend: of the device group; None takes the platform's.
         platform: None takes ``current_platform``.
 
     Raises:
         ValueError: fewer devices than ranks on this node, or numbers that contradict each other; on every rank,
-            before any communication.
+            before any collective.
     """
-    global _owns_default_group, _platform
+    _drop_stale_groups()
     if "world" in _groups:
         return
-    _platform = platform = platform or platforms.current_platform
-    world_size = _environment_number("WORLD_SIZE", 1) if world_size == -1 else world_size
-    rank = _environment_number("RANK", 0) if rank == -1 else rank
-    local_rank = _environment_number("LOCAL_RANK", rank) if local_rank == -1 else local_rank
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} is outside a world of {world_size}: check RANK and WORLD_SIZE")
-    local_world_size = _environment_number("LOCAL_WORLD_SIZE", world_size)
+    place = _find_place(rank, world_size)
+    if local_rank != -1:
+        place = replace(place, local_rank=local_rank)
+    _join(place, distributed_init_method, backend, platform)
+
+
+def _find_place(rank: int = -1, world_size: int = -1) -> launchers.Place:
+    """The launcher's, or torch.distributed's where only that is there, unless given."""
+    place = launchers.find_place()
+    if dist.is_initialized() and place.launcher is None:
+        place = launchers.find_place((dist.get_rank(), dist.get_world_size()))
+    if (rank, world_size) == (-1, -1):
+        return place
+    known = (place.rank if rank == -1 else rank, place.world_size if world_size == -1 else world_size)
+    return launchers.find_place(known)
+
+
+def _join(
+    place: launchers.Place, init_method: str = "env://", backend: str | None = None, platform: Platform | None = None
+) -> None:
+    global _owns_default_group, _platform, _local, _store, _process
+    rank, world_size = place.rank, place.world_size
+    platform = platform or platforms.current_platform
+    store = None
+    if world_size > 1:
+        if dist.is_initialized() and (dist.get_world_size(), dist.get_rank()) != (world_size, rank):
+            raise ValueError(
+                f"torch.distributed runs rank {dist.get_rank()} of {dist.get_world_size()}, but rank {rank} of "
+                f"{world_size} is asked for: destroy the old process group or correct RANK and WORLD_SIZE"
+            )
+        if place.local_world_size is not None:
+            platform.check_device_count(place.local_world_size)
+        store = _meet(place, init_method)
+    local_rank, local_world_size = _locate(place, store)
     platform.check_device_count(local_world_size)
     device = platform.get_device(local_rank)
     platform.set_device(device)
     platform.report_environment()
+    _platform, _store, _process = platform, store, os.getpid()
+    _local = local_rank, local_world_size
     if world_size > 1:
         platform.import_dist_backend()
         if not dist.is_initialized():
             dist.init_process_group(
                 backend or platform.dist_backend,
-                init_method=distributed_init_method,
+                store=store,
                 world_size=world_size,
                 rank=rank,
-                timeout=max(collective_timeout(), timedelta(seconds=_RENDEZVOUS_S)),
+                timeout=timedelta(seconds=_RENDEZVOUS_S),  # no collective runs on this group
             )
             _owns_default_group = True
-        if (dist.get_world_size(), dist.get_rank()) != (world_size, rank):
-            raise ValueError(
-                f"torch.distributed runs rank {dist.get_rank()} of {dist.get_world_size()}, but rank {rank} of "
-                f"{world_size} is asked for: destroy the old process group or correct RANK and WORLD_SIZE"
-            )
     _groups["world"] = _make_group("world", [list(range(world_size))], rank, device, backend)
+
+
+def _meet(place: launchers.Place, init_method: str) -> dist.Store:
+    """The store of the ranks, under a prefix of its own each time that they meet there.
+
+    The launcher's store outlives every engine, and addresses of one that has ended are still in it.
+    """
+    if dist.is_initialized():
+        shared = dist.distributed_c10d._get_default_store()
+    else:
+        where = place.init_method() if init_method == "env://" else init_method
+        key = (where, place.rank, place.world_size)
+        if key not in _meeting_points:
+            timeout = timedelta(seconds=_RENDEZVOUS_S)
+            meeting = dist.rendezvous(where, place.rank, place.world_size, timeout=timeout)
+            _meeting_points[key] = next(iter(meeting))[0]
+        shared = _meeting_points[key]
+    times = shared.add(f"vllm/met/{place.rank}", 1)
+    return dist.PrefixStore(f"vllm/{times}", shared)
+
+
+def _locate(place: launchers.Place, store: dist.Store | None) -> tuple[int, int]:
+    """(local rank, local world size); where no variable tells, the ranks that share this host are counted."""
+    if store is None:
+        return place.local_rank or 0, place.local_world_size or 1
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    host = f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''}"
+    store.set(f"host/{place.rank}", host)
+    if place.local_rank is not None and place.local_world_size is not None:
+        return place.local_rank, place.local_world_size
+    here = [rank for rank in range(place.world_size) if store.get(f"host/{rank}").decode() == host]
+    return here.index(place.rank) if place.local_rank is None else place.local_rank, len(here)
 
 
 def _make_group(
@@ -417,8 +519,42 @@ def ensure_model_parallel_initialized(
         )
 
 
+class GroupLease:
+    """One engine's hold on the groups. Engines of one process share them; the last to let go destroys them.
+
+    Groups that the caller made before are the caller's to destroy.
+    """
+
+    def __init__(self, tensor_parallel_size: int, data_parallel_size: int, enable_expert_parallel: bool) -> None:
+        """Make the groups, or check that those that exist have these sizes; see :func:`initialize_model_parallel`."""
+        global _made_for_engines
+        _drop_stale_groups()
+        fresh = "world" not in _groups
+        try:
+            if fresh:
+                place = _find_place().fit(tensor_parallel_size * data_parallel_size)
+                check_world_size(place.world_size, tensor_parallel_size, data_parallel_size)
+                _join(place)
+            ensure_model_parallel_initialized(tensor_parallel_size, data_parallel_size, enable_expert_parallel)
+        except BaseException:
+            if fresh:
+                destroy_distributed_environment()
+            raise
+        _made_for_engines = _made_for_engines or fresh
+        _holders.add(self)
+
+    def release(self) -> None:
+        """Let go; again, or after the groups were destroyed by others, it does nothing."""
+        if self in _holders and os.getpid() == _process:
+            _holders.discard(self)
+            if not _holders and _made_for_engines:
+                destroy_distributed_environment()
+
+
 def destroy_model_parallel() -> None:
-    """Drop the TP, DP and EP groups."""
+    """Drop the TP, DP and EP groups. Every rank calls it; see :func:`_take_leave`."""
+    if model_parallel_is_initialized():
+        _take_leave()
     for kind in ("ep", "dp", "tp"):
         if kind in _groups:
             _groups.pop(kind).destroy()
@@ -426,15 +562,54 @@ def destroy_model_parallel() -> None:
 
 def destroy_distributed_environment() -> None:
     """Drop all groups, and the default process group where this module made it."""
-    global _owns_default_group, _platform
+    global _owns_default_group, _platform, _local, _store, _made_for_engines
+    if "world" in _groups and not model_parallel_is_initialized():
+        _take_leave()
     destroy_model_parallel()
     if "world" in _groups:
         _groups.pop("world").destroy()
     if _owns_default_group and dist.is_initialized():
         dist.destroy_process_group()
-    _owns_default_group = False
-    _platform = None
+    _owns_default_group = _made_for_engines = False
+    _platform = _local = _store = None
+    _holders.clear()
     observer.reset_sequence_numbers()
+
+
+def _take_leave() -> None:
+    """Wait until all ranks are about to leave, so that none hangs up on one that is still in its last collective.
+
+    A rank that does not come soon (it works on by itself, it has died) is not waited for: what it was owed is sent.
+    Nor is anybody in a run that is lost.
+    """
+    if _store is not None and not observer.lost():
+        world = get_world_group()
+        until = time.monotonic() + _FAREWELL_S
+        with contextlib.suppress(dist.DistError):  # the store's host is gone, so nobody is left to wait for
+            times = _store.add(f"leaving/{world.rank}", 1)
+            keys = [f"left/{times}/{rank}" for rank in world.ranks]
+            _store.set(keys[world.rank], "")
+            while not _store.check(keys) and time.monotonic() < until:
+                time.sleep(0.005)
+    while _on_leaving:
+        _on_leaving.pop()()
+
+
+@atexit.register
+def _leave_at_exit() -> None:
+    """Leave before the interpreter goes: a thread that comes back from the store into an interpreter that has gone
+    aborts the process. A rank that ends with an exception waits for nobody and keeps its groups: one may be in a
+    collective that never ends. So does a rank of a lost run."""
+    if _groups and os.getpid() == _process:
+        if getattr(sys, "last_value", None) is None and not observer.lost():
+            destroy_distributed_environment()
+        else:
+            while _on_leaving:
+                _on_leaving.pop()()
+            for group in _groups.values():
+                for kept in (group.device_group, group.cpu_group):
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    _meeting_points.clear()
 
 
 def cleanup_dist_env_and_memory() -> None:

@@ -17,7 +17,7 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 
-from vllm import envs
+from vllm import envs, launchers
 from vllm.config import (
     CacheConfig,
     CompilationConfig,
@@ -312,7 +312,7 @@ class EngineArgs:
             ),
             parallel_config=ParallelConfig(
                 tensor_parallel_size=self.tensor_parallel_size,
-                data_parallel_size=self.data_parallel_size,
+                data_parallel_size=launchers.data_parallel_size(self.data_parallel_size, self.tensor_parallel_size),
                 enable_expert_parallel=self.enable_expert_parallel,
                 distributed_executor_backend=self.distributed_executor_backend,
             ),

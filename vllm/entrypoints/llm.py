@@ -366,7 +366,7 @@ class LLM:
         return self.llm_engine.reset_prefix_cache()
 
     def shutdown(self) -> None:
-        """Leave the other ranks; the LLM cannot be used afterwards."""
+        """Leave the other ranks and free the model; nobody has to call it. The LLM cannot be used afterwards."""
         self.llm_engine.shutdown()
 
     def _pair(self, params: Any, num_prompts: int) -> list[SamplingParams]:

@@ -106,7 +106,7 @@ def _kernels() -> dict[str, Any]:
 
 
 def _variables() -> dict[str, str]:
-    prefixes = tuple(_PREFIXES.split())
+    prefixes = (*_PREFIXES.split(), "SLURM_", "OMPI_COMM_", "PMI_", "MPI_")
     chosen = {name: value for name, value in os.environ.items() if name.startswith(prefixes) or name in _RANK}
     secret = re.compile("TOKEN|KEY|SECRET|PASSWORD")
     return {name: "(hidden)" if secret.search(name) else chosen[name] for name in sorted(chosen)}

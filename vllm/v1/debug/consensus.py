@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from vllm import envs
 from vllm.distributed import observer
 from vllm.distributed.observer import CollectiveError, CollectiveRecord
+from vllm.distributed.parallel_state import get_store
 from vllm.v1.debug.ledger import agreed_fields, clock, describe, disagreements, name_ranks
 
 _LONGEST_NAP_S = 0.02
@@ -35,10 +35,9 @@ class Board:
     """Short messages between ranks; one client serves one thread at a time, so each thread takes a board of its own."""
 
     def __init__(self, run: str, rank: int) -> None:
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        timeout = timedelta(seconds=_ANSWER_S)
-        client = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
-        self.store, self.rank = dist.PrefixStore(f"vllm-diagnosis-{run}", client), rank
+        store = get_store()
+        store.set_timeout(timedelta(seconds=_ANSWER_S))
+        self.store, self.rank = dist.PrefixStore(f"diagnosis-{run}", store), rank
 
     def read(self, key: str) -> str:
         """Empty where nobody has written."""

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from vllm import envs, forward_context
 from vllm.distributed import observer
 from vllm.distributed.observer import CollectiveObserver, CollectiveRecord
-from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.distributed.parallel_state import GroupCoordinator, call_on_leaving
 from vllm.logger import init_logger
 from vllm.v1.debug.consensus import Board, ConsensusGuard
 from vllm.v1.debug.ledger import Entry, Ledger, describe, name_ranks
@@ -312,7 +312,7 @@ _installed: Diagnosis | None = None
 
 
 def install(world: GroupCoordinator) -> None:
-    """Watch this rank from now on; every rank calls it, after the groups exist."""
+    """Watch this rank for as long as the groups exist; every rank calls it."""
     global _installed
     uninstall()
     trace, checks, stall = envs.VLLM_TRACE_COLLECTIVES, envs.VLLM_CHECK_COLLECTIVES, envs.VLLM_STALL_TIMEOUT_S
@@ -331,6 +331,7 @@ def install(world: GroupCoordinator) -> None:
         {peer: identity for peer, (_, identity) in enumerate(everyones) if peer != rank},
     )
     _installed.start()
+    call_on_leaving(uninstall)
 
 
 def uninstall() -> None:

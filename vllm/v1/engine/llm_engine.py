@@ -73,23 +73,29 @@ class LLMEngine:
         self.output_processor = OutputProcessor(self.tokenizer, log_stats=not vllm_config.disable_log_stats)
         self.worker = Worker(vllm_config)
         self.model_executor = Executor(self.worker)
-        self.worker.init_device()
-        self.worker.check_settings(generation_config)
-        with watchdog.telling("the engine's start"):
-            self.worker.load_model()
-            available = self.worker.determine_available_memory()
-            kv_cache_config = get_kv_cache_config(
-                self.worker.get_kv_cache_specs(), available, vllm_config, config.fit_max_model_len
-            )
-            self.worker.initialize_kv_cache(kv_cache_config)
-            tokens = (kv_cache_config.num_blocks - 1) * kv_cache_config.block_size
-            if tokens < config.max_model_len:
-                logger.warning("max_model_len=%d: the KV cache does not hold %d tokens", tokens, config.max_model_len)
-                config = dataclasses.replace(config, max_model_len=tokens)
-                vllm_config = dataclasses.replace(vllm_config, model_config=config)
-            self.vllm_config = vllm_config
-            self.input_processor = InputProcessor(vllm_config, self.tokenizer, generation_config)
-            self.scheduler = Scheduler(vllm_config, kv_cache_config)
+        try:
+            self.worker.init_device()
+            self.worker.check_settings(generation_config)
+            with watchdog.telling("the engine's start"):
+                self.worker.load_model()
+                available = self.worker.determine_available_memory()
+                kv_cache_config = get_kv_cache_config(
+                    self.worker.get_kv_cache_specs(), available, vllm_config, config.fit_max_model_len
+                )
+                self.worker.initialize_kv_cache(kv_cache_config)
+                tokens = (kv_cache_config.num_blocks - 1) * kv_cache_config.block_size
+                if tokens < config.max_model_len:
+                    logger.warning(
+                        "max_model_len=%d: the KV cache does not hold %d tokens", tokens, config.max_model_len
+                    )
+                    config = dataclasses.replace(config, max_model_len=tokens)
+                    vllm_config = dataclasses.replace(vllm_config, model_config=config)
+                self.vllm_config = vllm_config
+                self.input_processor = InputProcessor(vllm_config, self.tokenizer, generation_config)
+                self.scheduler = Scheduler(vllm_config, kv_cache_config)
+        except BaseException:
+            self.shutdown()
+            raise
         self.is_torn = False  # a step has begun and not ended
         self.stats = EngineStats()
         self._logged = (time.monotonic(), EngineStats())
@@ -246,7 +252,10 @@ class LLMEngine:
         ]
 
     def shutdown(self) -> None:
-        """Leave the other ranks; no method may be called afterwards."""
+        """Leave the other ranks and free the model; requests are refused afterwards. Again it does nothing.
+
+        Nobody has to call it: an engine that is dropped, or alive at exit, leaves in the same way.
+        """
         self.worker.shutdown()
 
     def _log_stats(self) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -12,13 +13,7 @@ import torch
 
 from vllm import envs
 from vllm.config import VllmConfig
-from vllm.distributed import (
-    cleanup_dist_env_and_memory,
-    ensure_model_parallel_initialized,
-    get_dp_group,
-    get_world_group,
-    init_distributed_environment,
-)
+from vllm.distributed import GroupLease, get_dp_group, get_world_group
 from vllm.distributed.parallel_state import check_same_on_all_ranks
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model
@@ -46,6 +41,7 @@ class Worker:
         # Of "weights" and "kv_cache", what sleep() took and wake_up() has not brought back.
         self.asleep: set[str] = set()
         self._profiler: torch.profiler.profile | None = None
+        self.groups: GroupLease | None = None
 
     def init_device(self) -> None:
         """Join the other ranks.
@@ -54,13 +50,14 @@ class Worker:
             ValueError: the world's size is not TP × DP, or there are fewer devices than ranks.
         """
         parallel = self.vllm_config.parallel_config
-        init_distributed_environment()
-        ensure_model_parallel_initialized(
+        self.groups = GroupLease(
             parallel.tensor_parallel_size, parallel.data_parallel_size, parallel.enable_expert_parallel
         )
+        # Ranks drop an engine together, and none may be left when the interpreter goes: parallel_state sees to that.
+        weakref.finalize(self, self.groups.release).atexit = False
         watchdog.install(get_world_group())
         self._limit_threads()
-        self.device = self.platform.get_device(int(os.environ.get("LOCAL_RANK", "0")))
+        self.device = get_world_group().device
         self.runner = GPUModelRunner(self.vllm_config, self.platform, self.device)
 
     def check_settings(self, generation_config: Mapping[str, Any]) -> None:
@@ -219,5 +216,13 @@ class Worker:
         return self.runner.any_unfinished_across_dp
 
     def shutdown(self) -> None:
-        watchdog.uninstall()
-        cleanup_dist_env_and_memory()
+        """Let go of model, caches and groups; again it does nothing."""
+        vars(self).pop("runner", None)
+        if self.groups is not None:
+            self.groups.release()
+        self.platform.empty_cache()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "runner":
+            raise RuntimeError("this engine has been shut down: make a new LLM")
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
