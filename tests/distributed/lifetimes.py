@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scripts as people write them, each ending in its own way: ``lifetimes.py WAY FOLDER TP DP EP [RANK]``."""
+"""Scripts as people write them, each ending in its own way.
+
+    lifetimes.py FOLDER WAY TP DP EP     one rank, as its launcher placed it
+    lifetimes.py FOLDER                  serves: [WAY, TP, DP, EP, environments] in, [[exit code, output]] out, as JSON
+
+A served rank is forked from this process, which has imported everything, and then ends as any interpreter does.
+"""
 
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import sys
@@ -22,9 +29,34 @@ from vllm.distributed import (
 )
 from vllm.v1.debug import watchdog
 
-way, folder = sys.argv[1:3]
-tp, dp, ep = map(int, sys.argv[3:6])
-RANK = int(sys.argv[6] if len(sys.argv) > 6 else os.environ.get("RANK", "0"))
+
+def serve() -> list[str]:
+    """Fork the ranks that are asked for; returns in each of them, with its way."""
+    for line in sys.stdin:
+        way, *asked, environments = json.loads(line)
+        outputs = [os.memfd_create(way) for _ in environments]
+        children = []
+        for environment, output in zip(environments, outputs, strict=True):
+            if (child := os.fork()) == 0:
+                os.environ.update(environment)
+                os.dup2(output, 1)
+                os.dup2(output, 2)
+                return [way, *asked]
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        texts = []
+        for output in outputs:
+            os.lseek(output, 0, os.SEEK_SET)
+            with os.fdopen(output, "rb") as file:
+                texts.append(file.read().decode(errors="replace"))
+        print(json.dumps(list(zip(codes, texts, strict=True))), flush=True)
+    os._exit(0)
+
+
+folder, *asked = sys.argv[1:]
+way, tp, dp, ep = asked or serve()
+tp, dp, ep = int(tp), int(dp), int(ep)
+RANK = int(os.environ.get("OWN_RANK") or os.environ.get("RANK", "0"))
 
 
 def make(**kwargs: Any) -> LLM:
@@ -58,7 +90,7 @@ if way == "polls all the time":
     watchdog._POLL_S = 1e-4
 if way.startswith("file://"):
     # As trainers do: torch.distributed is there first, and no variable says where the ranks met.
-    torch.distributed.init_process_group("gloo", init_method=way, rank=int(sys.argv[6]), world_size=tp * dp)
+    torch.distributed.init_process_group("gloo", init_method=way, rank=RANK, world_size=tp * dp)
     way = "says where it is"
 llm = make()
 use(llm)
@@ -78,10 +110,6 @@ elif way == "del llm":
             sys.exit(0)
         sys.exit(5)
 elif way == "raises":
-    if RANK == 0:
-        raise KeyError("of the script")
-    time.sleep(20)
-elif way == "raises, the others wait":
     if RANK == 0:
         raise KeyError("of the script")
     use(llm)
