@@ -9,6 +9,7 @@ A served rank is forked from this process, which has imported everything, and th
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import os
@@ -29,6 +30,8 @@ from vllm.distributed import (
 )
 from vllm.v1.debug import watchdog
 
+_DEADLINE_S = 60
+
 
 def serve() -> list[str]:
     """Fork the ranks that are asked for; returns in each of them, with its way."""
@@ -41,6 +44,9 @@ def serve() -> list[str]:
                 os.environ.update(environment)
                 os.dup2(output, 1)
                 os.dup2(output, 2)
+                # One that hangs says where; the alarm is for one that hangs after its interpreter has gone.
+                faulthandler.dump_traceback_later(_DEADLINE_S, exit=True)
+                signal.alarm(_DEADLINE_S + 5)
                 return [way, *asked]
             children.append(child)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
