@@ -76,11 +76,12 @@ def before_step(llm: Any, step: int, action: Callable[[], None]) -> None:
 def spoil_row(llm: Any, layer: int, step: int, row: int) -> None:
     """NaN in one row of what goes into ``layer``'s attention in ``step``."""
 
-    def hook(_: Any, __: Any, output: Any) -> None:
+    def hook(_: Any, inputs: Any) -> None:
         if runner_of(llm).step == step + 1:
-            output[0][row] = NAN
+            inputs[1][row] = NAN
 
-    layers_of(llm)[layer].input_layernorm.register_forward_hook(hook)
+    # Before the trace's own hook, which is there already.
+    layers_of(llm)[layer].self_attn.register_forward_pre_hook(hook, prepend=True)
 
 
 def spoil_key(llm: Any, layer: int, step: int, request_id: str, position: int) -> list[int]:
