@@ -269,7 +269,7 @@ def test_case_24_barriers_name_their_device(monkeypatch: pytest.MonkeyPatch) -> 
 
     def barrier(group: Any = None, device_ids: Any = None, async_op: bool = False) -> Any:
         seen.append(device_ids)
-        return types.SimpleNamespace(wait=lambda timeout: True)
+        return types.SimpleNamespace(wait=lambda timeout: True, is_completed=lambda: True)
 
     monkeypatch.setattr(dist, "barrier", barrier)
     for cls in (XpuCommunicator, CudaCommunicator, CpuCommunicator):

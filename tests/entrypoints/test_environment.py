@@ -27,7 +27,7 @@ def told(monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> Iter
         log.clear()
         envs.warn_of_unread.cache_clear()
         with monkeypatch.context() as patch:
-            for name in [name for name in os.environ if name.startswith("VLLM_") or name == "RANK"]:
+            for name in [name for name in os.environ if name.startswith("VLLM_") or name in ("RANK", "WORLD_SIZE")]:
                 patch.delenv(name)
             for name, value in variables.items():
                 patch.setenv(name, value)
@@ -43,8 +43,8 @@ def test_unread_variables_are_told_in_one_line(told):
     assert told(VLLM_FOO="hush", VLLM_CPU_KERNEL="0", VLLM_CPU_KERNELS="1", VLLM_BATCH_INVARIANT="1") == [
         "no part of this engine reads VLLM_BATCH_INVARIANT, VLLM_CPU_KERNEL (did you mean VLLM_CPU_KERNELS?), VLLM_FOO"
     ]
-    assert told(VLLM_FOO="1", RANK="0")
-    assert not told(VLLM_FOO="1", RANK="1"), "one line, not one for each rank"
+    assert told(VLLM_FOO="1", RANK="0", WORLD_SIZE="2")
+    assert not told(VLLM_FOO="1", RANK="1", WORLD_SIZE="2"), "one line, not one for each rank"
 
 
 @pytest.mark.parametrize(

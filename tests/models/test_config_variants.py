@@ -11,6 +11,7 @@ import copy
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,12 +40,13 @@ def edited(source: str | Path, target: Path, changes: dict[str, Any], weights: d
     return target
 
 
-def assert_equals(reference: Any, folder: Path, **kwargs: Any) -> LLM:
+def assert_equals(reference: Any, folder: Path, **kwargs: Any) -> SimpleNamespace:
     """Our engine on ``folder`` gives the log-probabilities of the transformers model ``reference``, and its tokens."""
     settings = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 2}
     llm = LLM(str(folder), **{**settings, "num_gpu_blocks_override": 40, **kwargs})
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False, prompt_logprobs=0)
     (output,) = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+    served = SimpleNamespace(model_config=llm.model_config, lm_head=llm.llm_engine.worker.runner.model.lm_head)
     llm.shutdown()
     token_ids = PROMPT + list(output.outputs[0].token_ids)
     with torch.inference_mode():
@@ -56,7 +58,7 @@ def assert_equals(reference: Any, folder: Path, **kwargs: Any) -> LLM:
     theirs = expected[: len(PROMPT) - 1].gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
     assert token_ids[len(PROMPT) :] == expected[len(PROMPT) - 1 : -1].argmax(-1).tolist()
-    return llm
+    return served
 
 
 def reference_of(folder: Path) -> Any:
@@ -114,9 +116,8 @@ def multimodal(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def is_tied(llm: LLM) -> bool:
-    head = llm.llm_engine.worker.runner.model.lm_head
-    return head.weight is None and head.packed is None
+def is_tied(served: SimpleNamespace) -> bool:
+    return served.lm_head.weight is None and served.lm_head.packed is None
 
 
 @pytest.mark.parametrize("stored", ["another head", "the same head", "head alone", "embedding alone"])
@@ -129,8 +130,8 @@ def test_tied_flag_and_what_is_stored(stored: str, tmp_path: Path, log: pytest.L
     elif stored != "embedding alone":
         weights["lm_head.weight"] = embedding.flip(0).contiguous() if stored == "another head" else embedding.clone()
     folder = edited(source, tmp_path / "model", {}, weights)
-    llm = assert_equals(reference_of(folder), folder)
-    assert is_tied(llm) == (stored != "another head")
+    served = assert_equals(reference_of(folder), folder)
+    assert is_tied(served) == (stored != "another head")
     told = [record for record in log.records if "lm_head differs" in record.getMessage()]
     assert len(told) == (stored == "another head")
 
@@ -270,8 +271,8 @@ def test_yarn_as_model_cards_tell(tmp_path: Path) -> None:
     card = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
     rope = json.loads((given / "config.json").read_text())["rope_parameters"]
     right = edited(given, tmp_path / "right", {"rope_parameters": {**rope, **card}})
-    llm = assert_equals(reference_of(right), given, hf_overrides={"rope_scaling": card}, max_model_len=128)
-    assert llm.model_config.max_model_len == 128
+    served = assert_equals(reference_of(right), given, hf_overrides={"rope_scaling": card}, max_model_len=128)
+    assert served.model_config.max_model_len == 128
     with pytest.raises(ValueError, match="max_model_len=129 exceeds the 128 positions"):
         EngineArgs(str(given), hf_overrides={"rope_scaling": card}, max_model_len=129).create_model_config()
 
