@@ -37,12 +37,15 @@ def test_case_22_masked_devices_are_indexed_by_local_rank() -> None:
 
 @pytest.mark.usefixtures("two_xpus")
 @pytest.mark.parametrize("rank", [0, 3])
-def test_case_22_fewer_devices_than_ranks_is_an_error_on_every_rank(rank: int) -> None:
+def test_case_22_fewer_devices_than_ranks_is_an_error_on_every_rank(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any of them waits for another, as torchrun tells how many share the node."""
+    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4}.items():
+        monkeypatch.setenv(name, str(value))
     try:
         with pytest.raises(
             ValueError, match=r"4 ranks .* but 2 are visible \(ZE_AFFINITY_MASK=2,3\): start 2 ranks, or"
         ):
-            init_distributed_environment(world_size=4, rank=rank, platform=XpuPlatform())
+            init_distributed_environment(platform=XpuPlatform())
         assert not dist.is_initialized()
     finally:
         destroy_distributed_environment()
