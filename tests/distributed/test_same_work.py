@@ -98,7 +98,7 @@ def test_equal_work_under_other_names_is_equal() -> None:
 DIFFERENT: dict[str, Any] = {
     "architecture": "Other", "dtype": "bfloat16", "max_model_len": 100, "fit_max_model_len": True, "seed": 7,
     "trust_remote_code": True, "skip_tokenizer_init": False, "tokenizer_mode": "slow",
-    "revision": "r", "tokenizer_revision": "r",
+    "revision": "r", "tokenizer_revision": "r", "logprobs_mode": "raw_logits",
     "load_format": "safetensors", "max_logprobs": 3, "block_size": 8, "num_gpu_blocks_override": 41,
     "enable_prefix_caching": False, "cache_dtype": "fp8", "tensor_parallel_size": 4, "data_parallel_size": 4,
     "enable_expert_parallel": True, "distributed_executor_backend": "external_launcher", "max_num_batched_tokens": 32,
@@ -209,7 +209,7 @@ def profiled_counts(folder: str) -> tuple[list[str], tuple[int, ...]]:
         runner_of(llm).max_num_tokens = 5 + rank_checks.own_rank()
         runner_of(llm).profile_run()
     llm.shutdown()
-    return [record.op for record in ledger.records][:1], plans[0].num_tokens_padded_across_dp
+    return [record.op for record in ledger.records][:1], plans[-1].num_tokens_padded_across_dp
 
 
 def test_the_profiling_run_agrees_on_its_counts() -> None:
