@@ -63,7 +63,7 @@ NAMED = {
     "dies": r"rank 1 is gone: its process \d+ has ended",
     "raises": r"rank 1 reports: step [5-9] failed, layer \S+: ValueError\('injected fault'\)",
     "stalls": rf"rank 1 reports: no progress for VLLM_STALL_TIMEOUT_S={STALL_S} s in step [5-9], layer \S+, outside",
-    "is stopped": r"no progress for .* inside .* for ranks? 1\b.*: rank 1 has been silent for \d s \(stopped, or cut off",
+    "is stopped": r"no progress for .* inside .* for ranks? 1\b.*: rank 1 has been silent for \d s \(stopped,",
 }
 
 
