@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -207,12 +206,8 @@ def gated_delta_net_ref(
 # Triton kernels of fla-core (CUDA, XPU)
 
 
-@functools.cache
 def _fla() -> object | None:
-    try:
-        return importlib.import_module("fla.ops.gated_delta_rule")
-    except ImportError:
-        return None
+    return _xpu_ops.kernel_package("fla.ops.gated_delta_rule")
 
 
 def gated_delta_rule_fla(

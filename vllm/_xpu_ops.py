@@ -7,22 +7,34 @@ Nothing in this file has run on an XPU; its tests put a stand-in with the kernel
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import TYPE_CHECKING
 
 import torch
 
+from vllm.logger import init_logger
+
 if TYPE_CHECKING:
     from vllm._gdn_ops import GDNWeights
 
 
+logger = init_logger(__name__)
+
+
+@functools.cache
+def kernel_package(module: str) -> object | None:
+    """``module``; None where it is missing or broken, which is looked for and said once."""
+    try:
+        return importlib.import_module(module)
+    except (ImportError, OSError) as error:
+        logger.warning("%s cannot be loaded (%s): plain torch runs in its place, far slower", module, error)
+        return None
+
+
 def has_gdn_attention(device: torch.device) -> bool:
     """Whether ``device`` is an XPU and the installed kernels have the gated delta net."""
-    if device.type != "xpu":
-        return False
-    try:
-        importlib.import_module("vllm_xpu_kernels._xpu_C")
-    except ImportError:
+    if device.type != "xpu" or kernel_package("vllm_xpu_kernels._xpu_C") is None:
         return False
     return hasattr(torch.ops._xpu_C, "gdn_attention")
 

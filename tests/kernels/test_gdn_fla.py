@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm import _gdn_ops
+from vllm import _gdn_ops, _xpu_ops
 
 
 def naive(q: Any, k: Any, v: Any, g: Any, beta: Any, scale: float, initial_state: Any, cu_seqlens: Any) -> Any:
@@ -111,3 +111,25 @@ def test_the_twins_leave_the_pad_slot_alone() -> None:
         assert (rows[3:] == 0).all()
         assert states[:2].isnan().all()
         assert states[2].isfinite().all()
+
+
+@pytest.mark.parametrize("error", [ImportError("libsycl.so.9: no such file"), OSError("bad ELF header")])
+def test_a_missing_or_broken_kernel_package_is_told_once(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    tried: list[str] = []
+
+    def fail(name: str) -> Any:
+        tried.append(name)
+        raise error
+
+    monkeypatch.setattr(_xpu_ops.importlib, "import_module", fail)
+    _xpu_ops.kernel_package.cache_clear()
+    try:
+        for _ in range(30):
+            assert not _xpu_ops.has_gdn_attention(torch.device("xpu"))
+            assert _gdn_ops._fla() is None
+    finally:
+        _xpu_ops.kernel_package.cache_clear()
+    assert tried == ["vllm_xpu_kernels._xpu_C", "fla.ops.gated_delta_rule"]
+    assert [str(error) in record.getMessage() for record in log.records] == [True, True]
