@@ -124,6 +124,7 @@ elif way == "interrupted":
     while True:
         use(llm, num_tokens=30)
 elif way == "interrupts itself":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
     os.kill(os.getpid(), signal.SIGINT)
 elif way == "one rank lingers":
     if RANK == 0:
