@@ -92,7 +92,7 @@ def test_ranks_that_wait_for_each_other_are_told_at_once() -> None:
     outcomes = launcher.rank_outcomes(in_a_circle, 4, deadline_s=30)
     for outcome in outcomes:
         assert outcome.status == "raised", outcome
-        circle = r"ranks wait for each other: rank \d waits in all_reduce #0 of \w+:\d .* for rank \d; rank \d wa"
+        circle = r"ranks wait for each other: rank \d waits in all_reduce #\d+ of \w+:\d .* for rank \d; rank \d wa"
         assert re.search(circle, outcome.error), outcome.error
 
 
