@@ -12,6 +12,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Triton's kernels run on CPU tensors in its interpreter, but for the device suite."""
+    if config.option.markexpr != "device":
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
 @pytest.fixture
 def nan_poison(request):
     """Every byte of memory that torch hands out is NaN, as on a device whose memory held something else; the pattern
