@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from vllm import _cpu_ops as ops
+from vllm.kernels.cpu import ops
 
 COLD_BYTES = 256 << 20
 

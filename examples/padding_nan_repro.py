@@ -25,10 +25,10 @@ from torch import Tensor
 # A backend that, like the device kernels, leaves rows of no request as they were.
 os.environ["VLLM_ATTENTION_BACKEND"] = "TORCH_PAGED"
 
-from vllm import _cpu_ops, _gdn_ops, _xpu_ops
 from vllm.forward_context import set_forward_context
+from vllm.kernels import ops, reference, reference_gdn, xpu
+from vllm.kernels.weights import GDNWeights
 from vllm.model_executor.layers.attention import Attention, attention
-from vllm.model_executor.layers.fused_moe import select_experts
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 NAN = float("nan")
@@ -153,9 +153,7 @@ def one_group_shipped() -> Result:
 # --- gated delta net -------------------------------------------------------------------------------------------------
 
 G, H, D, K = 2, 4, 16, 4
-WEIGHTS = _gdn_ops.GDNWeights(
-    random(K, 2 * G * D + H * D) / 2, random(H).exp(), random(H, seed=1), random(D), 1e-6, G, D
-)
+WEIGHTS = GDNWeights(random(K, 2 * G * D + H * D) / 2, random(H).exp(), random(H, seed=1), random(D), 1e-6, G, D)
 COLUMNS = WEIGHTS.conv_dim + H * D + 2 * H
 SLOTS = torch.tensor([1, 2, 3, 4], dtype=torch.int32)
 STARTS = torch.tensor([0, 5, 10, 18, 26], dtype=torch.int32)
@@ -167,7 +165,7 @@ def prefill_and_decode(pad_value: float, last_start: int, exact: bool = False) -
     x[REAL:] = pad_value
     conv = torch.zeros(5, K - 1, WEIGHTS.conv_dim)
     state = torch.zeros(5, H, D, D, dtype=torch.float64 if exact else torch.float32)
-    run: Callable[..., Tensor] = _gdn_ops.gated_delta_net_ref if exact else _gdn_ops.gated_delta_net
+    run: Callable[..., Tensor] = reference_gdn.gated_delta_net_ref if exact else ops.gated_delta_net
     starts = STARTS.clone()
     starts[-1] = last_start
     run(x, WEIGHTS, conv, state, starts, SLOTS)
@@ -207,7 +205,7 @@ def gate_rows(rows_given: int) -> Tensor:
     """core and z as the kernel leaves them in zeroed and in uninitialised memory, through the gated norm: [30, 64]."""
     core, z = torch.zeros(ROWS, H, D), torch.empty(ROWS, H, D)
     xpu_kernel(core[:rows_given], z[:rows_given], random(ROWS, COLUMNS)[:, : -2 * H], non_spec_query_start_loc=STARTS)
-    return _gdn_ops.rms_norm_gated_ref(core, z, WEIGHTS.norm_weight_E, WEIGHTS.eps).flatten(1)
+    return reference_gdn.rms_norm_gated_ref(core, z, WEIGHTS.norm_weight_E, WEIGHTS.eps).flatten(1)
 
 
 def gate_fault() -> Result:
@@ -218,7 +216,7 @@ def gate_fault() -> Result:
 def gate_shipped() -> Result:
     pools = torch.zeros(5, K - 1, WEIGHTS.conv_dim), torch.zeros(5, H, D, D)
     with mock.patch.object(torch.ops, "_xpu_C", SimpleNamespace(gdn_attention=xpu_kernel), create=True):
-        out = _xpu_ops.gated_delta_net(random(ROWS, COLUMNS), WEIGHTS, *pools, STARTS, SLOTS, STARTS)
+        out = xpu.gated_delta_net(random(ROWS, COLUMNS), WEIGHTS, *pools, STARTS, SLOTS, STARTS)
     good = same(out[:REAL], gate_rows(ROWS)[:REAL]) and bool((out[REAL:] == 0).all())
     return good, f"rows {REAL}..{ROWS - 1} of core and gate: 0"
 
@@ -264,14 +262,14 @@ def experts_by_group(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     y = torch.zeros_like(x)
     for t, slot, place in pairs:
         expert = min(int(torch.searchsorted(ends, place, right=True)), EXPERTS - 1)
-        y[t] += weights[t, slot] * (_cpu_ops.silu_and_mul_ref(places[place] @ W13[expert].T) @ W2[expert].T)
+        y[t] += weights[t, slot] * (reference.silu_and_mul(places[place] @ W13[expert].T) @ W2[expert].T)
     return y
 
 
 def route(count: int) -> Result:
     x, logits = random(ROWS, HIDDEN, seed=7), random(ROWS, EXPERTS, seed=8)
     x[REAL:], logits[REAL:] = NAN, NAN
-    weights, ids = select_experts(logits, TOP_K, True, count)
+    weights, ids = ops.topk_softmax(logits, TOP_K, True, count)
     if count == ROWS:
         ids = scanning_top_k(logits)
     exact_weights, exact_ids = logits[:REAL].double().softmax(-1).topk(TOP_K)
@@ -279,12 +277,12 @@ def route(count: int) -> Result:
     exact = torch.zeros(ROWS, HIDDEN, dtype=torch.float64)
     for t in range(REAL):
         for weight, e in zip(exact_weights[t], exact_ids[t].tolist(), strict=True):
-            hidden = _cpu_ops.silu_and_mul_ref(x[t].double() @ W13[e].double().T)
+            hidden = reference.silu_and_mul(x[t].double() @ W13[e].double().T)
             exact[t] += weight * (hidden @ W2[e].double().T)
     outputs = [experts_by_group(x, ids, weights)]
     if count == REAL:
-        packed = _cpu_ops.pack_expert_weights(W13, gated=True), _cpu_ops.pack_expert_weights(W2)
-        outputs.append(_cpu_ops.fused_experts(x, *packed, ids, weights))
+        packed = ops.pack_expert_weights(W13, gated=True), ops.pack_expert_weights(W2)
+        outputs.append(ops.fused_experts(x, *packed, ids, weights))
     wrong = sorted({t for y in outputs for t in range(REAL) if not same(y[t], exact[t])})
     good = not wrong and all(bool((y[REAL:] == 0).all()) for y in outputs)
     lost = f"real rows {wrong} NaN" if wrong else "real rows exact"

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +17,14 @@ def pytest_configure(config: pytest.Config) -> None:
     """Triton's kernels run on CPU tensors in its interpreter, but for the device suite."""
     if config.option.markexpr != "device":
         os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True)
+def _kernels_are_chosen_anew() -> Iterator[None]:
+    """A choice that a test's environment made is not the next test's."""
+    yield
+    if (table := sys.modules.get("vllm.kernels.table")) is not None:
+        table.choose.cache_clear()
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ def run(mutant: Mutant) -> tuple[str, float, str]:
         mutant.apply(copy)
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *mutant.tests]
         env = {**os.environ, "PYTHONPATH": name, "PYTHONDONTWRITEBYTECODE": "1"}
-        if mutant.file.startswith("vllm/csrc"):
+        if mutant.file.startswith("vllm/kernels/cpu/csrc"):
             env["VLLM_CACHE_ROOT"] = f"{name}/cache"  # a wrong kernel is not kept
         try:
             done = subprocess.run(

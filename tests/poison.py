@@ -52,11 +52,11 @@ def _allocator() -> ctypes.CDLL:
 
 def start(pattern: int) -> None:
     """From here on, in this process, memory comes filled with ``pattern``, one of ``PATTERNS``."""
-    from vllm import _cpu_ops
+    from vllm.kernels.cpu import ops
 
     torch.utils.deterministic.fill_uninitialized_memory = pattern == CANONICAL
     _allocator().set_word(0 if pattern == CANONICAL else pattern)
-    if (kernels := _cpu_ops._kernels()) is not None:
+    if (kernels := ops._kernels()) is not None:
         kernels.vc_poison_scratch(ctypes.c_uint32(pattern))
     torch.use_deterministic_algorithms(True)
     found = torch.empty(3)
@@ -64,10 +64,10 @@ def start(pattern: int) -> None:
 
 
 def stop() -> None:
-    from vllm import _cpu_ops
+    from vllm.kernels.cpu import ops
 
     _allocator().set_word(0)
-    if (kernels := _cpu_ops._kernels()) is not None:
+    if (kernels := ops._kernels()) is not None:
         kernels.vc_poison_scratch(ctypes.c_uint32(0))
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(False)

@@ -70,6 +70,7 @@ VARIABLES: dict[str, tuple[Callable[[], Any], str]] = {
         "folder of built kernels and made checkpoints",
     ),
     "VLLM_TARGET_DEVICE": (_text("VLLM_TARGET_DEVICE", "auto"), "cpu, xpu, cuda, or auto: the first that has a device"),
+    "VLLM_KERNELS": (_text("VLLM_KERNELS"), "implementations by name, for all operators or operator=name,…"),
     "VLLM_ATTENTION_BACKEND": (_text("VLLM_ATTENTION_BACKEND"), "attention backend by name; empty = the device's own"),
     "VLLM_POLICIES": (_text("VLLM_POLICIES"), "take the parallel policies of this platform (cpu, xpu, cuda)"),
     "VLLM_DP_PAD_TO_MAX": (_switch("VLLM_DP_PAD_TO_MAX", None), "pad every DP rank to the largest token count"),

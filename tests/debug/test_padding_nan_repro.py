@@ -58,17 +58,17 @@ def accept_any_count(repro: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 def route_padding(repro: Any, patch: pytest.MonkeyPatch) -> None:
-    select = repro.select_experts
-    patch.setattr(repro, "select_experts", lambda logits, k, norm, _: select(logits, k, norm, len(logits)))
+    select = repro.ops.topk_softmax
+    patch.setattr(repro.ops, "topk_softmax", lambda logits, k, norm, _: select(logits, k, norm, len(logits)))
 
 
 def walk_on(repro: Any, patch: pytest.MonkeyPatch) -> None:
-    honest = repro._gdn_ops.gated_delta_net
+    honest = repro.ops.gated_delta_net
 
     def walks(x: torch.Tensor, weights: Any, conv: Any, state: Any, starts: torch.Tensor, slots: Any) -> torch.Tensor:
         return honest(x, weights, conv, state, torch.where(starts == starts[-1], len(x), starts), slots)
 
-    patch.setattr(repro._gdn_ops, "gated_delta_net", walks)
+    patch.setattr(repro.ops, "gated_delta_net", walks)
 
 
 @pytest.mark.parametrize("damage", [leave_tail, accept_any_count, route_padding, walk_on])
@@ -93,7 +93,7 @@ def test_a_nan_gate_wins_over_a_zero_output(repro: Any) -> None:
     """Zeroing the delta net's output is not enough while its gate is what memory held."""
     zeroed, gate = torch.zeros(4, 4, 16), torch.ones(4, 4, 16)
     gate[3] = float("nan")
-    out = repro._gdn_ops.rms_norm_gated_ref(zeroed, gate, repro.WEIGHTS.norm_weight_E, 1e-6)
+    out = repro.reference_gdn.rms_norm_gated_ref(zeroed, gate, repro.WEIGHTS.norm_weight_E, 1e-6)
     assert out.isnan().flatten(1).all(1).tolist() == [False, False, False, True]
 
 
@@ -104,11 +104,11 @@ def test_a_nan_row_reaches_another_by_an_expert_chosen_twice(repro: Any, nan_poi
     for row, experts in enumerate(((1, 3), (4, 5), (6, 7), (2, 5))):
         logits[row, list(experts)] = torch.tensor([2.0, 1.0])
     x[2], logits[2] = float("nan"), float("nan")
-    weights, ids = repro.select_experts(logits, repro.TOP_K, True, 4)
+    weights, ids = repro.ops.topk_softmax(logits, repro.TOP_K, True, 4)
     repeated = repro.scanning_top_k(logits)
     assert repeated[2].tolist() == [0, 0]
     assert repro.nan_rows(repro.experts_by_group(x, repeated, weights)) == [0, 2]
     assert repro.nan_rows(repro.experts_by_group(x, ids, weights)) == [2]
-    packed = repro._cpu_ops.pack_expert_weights(repro.W13, gated=True), repro._cpu_ops.pack_expert_weights(repro.W2)
+    packed = repro.ops.pack_expert_weights(repro.W13, gated=True), repro.ops.pack_expert_weights(repro.W2)
     for choice in (ids, repeated):
-        assert repro.nan_rows(repro._cpu_ops.fused_experts(x, *packed, choice, weights)) == [2]
+        assert repro.nan_rows(repro.ops.fused_experts(x, *packed, choice, weights)) == [2]

@@ -150,14 +150,14 @@ def put_fix_2_back() -> None:
 
 def walk_to_num_actual_tokens() -> None:
     """A delta-net kernel that runs to the last row it is given and counts the surplus to the last request."""
-    from vllm import _gdn_ops
+    from vllm.kernels import ops
 
-    honest = _gdn_ops.gated_delta_net
+    honest = ops.gated_delta_net
 
     def walks(x: torch.Tensor, weights: Any, conv: Any, state: Any, starts: torch.Tensor, *rest: Any) -> torch.Tensor:
         return honest(x, weights, conv, state, torch.where(starts == starts[-1], x.shape[0], starts), *rest)
 
-    _gdn_ops.gated_delta_net = walks
+    ops.gated_delta_net = walks
 
 
 FAULTS: dict[str, tuple[Callable[[], None], ...]] = {

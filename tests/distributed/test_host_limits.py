@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm.csrc import build
+from vllm.kernels.cpu import build
 from vllm.platforms import CpuPlatform, Platform, host_limits
 from vllm.platforms.host_limits import Limit, control_groups, memory_limits, processor_limits, tightest
 

@@ -147,10 +147,10 @@ def padded_ranks(folder: str, fault: str) -> tuple[list[Any], list[tuple[int, ..
     if fault == "attention tail":
         attention.zero_padding_rows = lambda output, num_actual_tokens: None
     elif fault == "router":
-        from vllm.model_executor.layers.fused_moe import layer
+        from vllm.kernels import ops
 
-        select = layer.select_experts
-        layer.select_experts = lambda logits, k, renormalize, _: select(logits, k, renormalize, logits.shape[0])
+        select = ops.topk_softmax
+        ops.topk_softmax = lambda logits, k, renormalize, _: select(logits, k, renormalize, logits.shape[0])
     sent: list[Any] = []
     dispatch = AgRsAll2AllManager.dispatch
 
@@ -196,11 +196,11 @@ def test_case_14_put_back_nan_rows_are_routed() -> None:
 
 
 def test_case_14_nan_logits_choose_no_expert_twice() -> None:
-    from vllm.model_executor.layers.fused_moe import select_experts
+    from vllm.kernels import ops
 
     logits = torch.randn(8, 8)
     logits[5:] = torch.nan
-    weights, ids = select_experts(logits, 2, True, 5)
+    weights, ids = ops.topk_softmax(logits, 2, True, 5)
     assert (ids[5:] == -1).all()
     assert (weights[5:] == 0).all()
     exact = torch.softmax(logits[:5].double(), -1).topk(2)

@@ -25,8 +25,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vllm import _cpu_ops as ops
-from vllm.csrc import build
+from vllm.kernels import ops as operators
+from vllm.kernels import reference, table
+from vllm.kernels.cpu import build, ops
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SUM = 2e-6  # float32 summation, relative to the sum of magnitudes
@@ -36,12 +37,6 @@ NAN = float("nan")
 @pytest.fixture(scope="module", autouse=True)
 def _kernels_are_here():
     assert ops.kernels_available(), "the kernels did not build; see the log"
-
-
-@pytest.fixture
-def plain(monkeypatch):
-    """The twins run instead of the kernels, as under VLLM_CPU_KERNELS=0."""
-    monkeypatch.setattr(ops, "_kernels", lambda: None)
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -163,10 +158,10 @@ def test_linear_misuse_names_both_sides():
 @pytest.mark.parametrize("D", [64, 576, 5, 33])
 def test_rms_norm_against_fp64(dtype, D, threads):
     x, weight = wide_rows(9, D, dtype), torch.randn(D).to(dtype)
-    want = ops.rms_norm_ref(x.double(), weight.double(), 1e-5)
+    want = reference.rms_norm(x.double(), weight.double(), 1e-5)
     assert_close(ops.rms_norm(x, weight, 1e-5), want, 2 * want.abs(), roundings=2)
     folded = 1 + torch.randn(D)
-    assert_close(ops.rms_norm(x, folded, 1e-5), ops.rms_norm_ref(x.double(), folded.double(), 1e-5))
+    assert_close(ops.rms_norm(x, folded, 1e-5), reference.rms_norm(x.double(), folded.double(), 1e-5))
     out = torch.full((9, D + 2), NAN, dtype=dtype)
     ops.rms_norm(x, weight, 1e-5, out=out[:, :D])
     assert torch.equal(out[:, :D], ops.rms_norm(x, weight, 1e-5))
@@ -201,7 +196,7 @@ def test_rms_norm_of_heads_in_place(dtype, threads):
     q = qkv[:, : 3 * 32].view(11, 3, 32)
     ops.rms_norm(q, weight, 1e-6, out=q)
     assert torch.equal(qkv[:, 3 * 32 :], before[:, 3 * 32 :])
-    want = ops.rms_norm_ref(before[:, : 3 * 32].reshape(11, 3, 32).double(), weight.double(), 1e-6)
+    want = reference.rms_norm(before[:, : 3 * 32].reshape(11, 3, 32).double(), weight.double(), 1e-6)
     assert_close(q, want, 2 * want.abs(), roundings=2)
 
 
@@ -210,7 +205,7 @@ def test_rms_norm_of_heads_in_place(dtype, threads):
 def test_silu_and_mul_against_fp64(dtype, D, threads):
     x = wide_rows(13, 2 * D, dtype)
     x[0, :6] = torch.tensor([0.0, -0.0, -100.0, 100.0, -30.0, 88.0])
-    want = ops.silu_and_mul_ref(x.double())
+    want = reference.silu_and_mul(x.double())
     assert_close(ops.silu_and_mul(x), want, 4 * want.abs(), roundings=2)
     x[5, 2] = NAN
     got = ops.silu_and_mul(x)
@@ -303,7 +298,7 @@ class Paged:
             self.table[r, :n], ids = ids[:n].int(), ids[n:]
             positions = torch.arange(lens[r])
             slots = self.table[r, positions // block_size].long() * block_size + positions % block_size
-            ops.reshape_and_cache_ref(self.k[r], self.v[r], self.key_cache, self.value_cache, slots)
+            reference.reshape_and_cache(self.k[r], self.v[r], self.key_cache, self.value_cache, slots)
         T = sum(queries) + pad_rows
         self.q = torch.randn(T, (H + 1) * D, generator=g).to(dtype)[:, : H * D].view(T, H, D)
         self.q[T - pad_rows :] = NAN
@@ -361,7 +356,7 @@ def test_paged_attention_against_fp64(dtype, heads, D, block_size, window, reque
     want, magnitude = case.want(window)
     # a relative error of SUM in a score is one of (score * SUM) in its weight; scores here are below 8
     assert_close(case.run(window), want, 8 * magnitude)
-    assert_close(case.run(window, attention=ops.paged_attention_ref), want, 8 * magnitude)
+    assert_close(case.run(window, attention=reference.paged_attention), want, 8 * magnitude)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -638,7 +633,7 @@ def put(tensor: Tensor, place, bits: int) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "bits"), EACH_NAN, ids=str)
-@pytest.mark.parametrize("attention", [ops.paged_attention, ops.paged_attention_ref])
+@pytest.mark.parametrize("attention", [ops.paged_attention, reference.paged_attention])
 def test_paged_attention_shows_every_nan(attention, dtype, bits):
     """In q or k: all of the row's output; in v: that column. For prefill, decode, a window, and beyond one split."""
     for lens, queries, window in (([40, 90], [40, 1], 0), ([1300], [1], 0), ([1300], [1], 700), ([20], [20], 8)):
@@ -688,17 +683,17 @@ def test_every_kernel_shows_every_nan(dtype, bits):
         return ops.linear(x, ops.pack_linear_weight(weight), bias)
 
     def rms_norm(x, weight):
-        return (ops.rms_norm_ref if x.dtype is torch.float64 else ops.rms_norm)(x, weight, 1e-6)
+        return (reference.rms_norm if x.dtype is torch.float64 else ops.rms_norm)(x, weight, 1e-6)
 
     def add_norm(x, residual, weight):
-        op = ops.fused_add_rms_norm_ref if x.dtype is torch.float64 else ops.fused_add_rms_norm
+        op = reference.fused_add_rms_norm if x.dtype is torch.float64 else ops.fused_add_rms_norm
         return torch.cat(op(x, residual, weight, 1e-6))
 
     def silu(x):
-        return (ops.silu_and_mul_ref if x.dtype is torch.float64 else ops.silu_and_mul)(x)
+        return (reference.silu_and_mul if x.dtype is torch.float64 else ops.silu_and_mul)(x)
 
     def rotary(q, k):
-        op = ops.rotary_embedding_ref if q.dtype is torch.float64 else ops.rotary_embedding
+        op = reference.rotary_embedding if q.dtype is torch.float64 else ops.rotary_embedding
         cache = torch.rand(9, 8, generator=torch.Generator().manual_seed(0))
         op(torch.arange(5), q, k, cache)
         return torch.cat((q, k), dim=1)
@@ -822,7 +817,7 @@ def test_waiting_threads_sleep(first):
         f"""
         import {first}
         import os, time, torch
-        from vllm import _cpu_ops as ops
+        from vllm.kernels.cpu import ops
         torch.set_num_threads(2)
         assert ops.kernels_available()
         packed, x, row = ops.pack_linear_weight(torch.randn(3072, 576)), torch.randn(1 << 18), torch.randn(1, 576)
@@ -847,38 +842,42 @@ def test_waiting_threads_sleep(first):
     assert torch_ms < 1, f"torch's threads are busy for {torch_ms} ms of a wait of 10"
 
 
-def test_twins_run_where_there_are_no_kernels(plain):
+def test_twins_run_where_there_are_no_kernels(monkeypatch):
     """The public functions on the twins' path, dtype by dtype, against the same references."""
+    monkeypatch.setenv("VLLM_KERNELS", "reference")
+    table.choose.cache_clear()
     for dtype in DTYPES:
         weight, x = torch.randn(24, 16).to(dtype), torch.randn(5, 16).to(dtype)
-        packed = ops.pack_linear_weight(weight)
+        packed = operators.pack_linear_weight(weight)
         assert packed.kind == "plain"
         magnitude = x.double().abs() @ weight.double().abs().T
-        assert_close(ops.linear(x, packed), x.double() @ weight.double().T, magnitude)
+        assert_close(operators.linear(x, packed), x.double() @ weight.double().T, magnitude)
         out = torch.empty(5, 24)
-        assert ops.linear(x, packed, out=out) is out
-        assert torch.equal(ops.embedding(torch.tensor([3, 0]), packed), weight[[3, 0]])
-        want = ops.rms_norm_ref(x.double(), x[0].double(), 1e-6)
-        assert_close(ops.rms_norm(x, x[0], 1e-6), want, 2 * want.abs(), roundings=2)
+        assert operators.linear(x, packed, out=out) is out
+        assert torch.equal(operators.embedding(torch.tensor([3, 0]), packed), weight[[3, 0]])
+        want = reference.rms_norm(x.double(), x[0].double(), 1e-6)
+        assert_close(operators.rms_norm(x, x[0], 1e-6), want, 2 * want.abs(), roundings=2)
         residual = x.clone()
-        assert ops.fused_add_rms_norm(x, residual, x[0], 1e-6)[1] is residual
+        assert operators.fused_add_rms_norm(x, residual, x[0], 1e-6)[1] is residual
         assert_close(residual, 2 * x.double())
-        want = ops.silu_and_mul_ref(x.double())
-        assert_close(ops.silu_and_mul(x), want, 4 * want.abs(), roundings=2)
+        want = reference.silu_and_mul(x.double())
+        assert_close(operators.silu_and_mul(x), want, 4 * want.abs(), roundings=2)
         case = Paged([40, 9], [7, 1], 4, 2, 32, 8, dtype, pad_rows=2)
         want, magnitude = case.want(9)
-        assert_close(case.run(9), want, 8 * magnitude)
+        assert_close(case.run(9, attention=operators.paged_attention), want, 8 * magnitude)
         w13, w2 = torch.randn(3, 20, 16).to(dtype), torch.randn(3, 16, 10).to(dtype)
         ids, weights = torch.tensor([[0, 2], [-1, 1], [-1, -1], [1, 0], [2, 1]]), torch.rand(5, 2)
         want, magnitude = naive_experts(x, w13, w2, ids, weights)
         weights[ids < 0] = NAN
-        got = ops.fused_experts(x, ops.pack_expert_weights(w13, True), ops.pack_expert_weights(w2), ids, weights)
+        got = operators.fused_experts(
+            x, operators.pack_expert_weights(w13, True), operators.pack_expert_weights(w2), ids, weights
+        )
         assert_close(got, want, magnitude * (1 + 8 * torch.finfo(dtype).eps / SUM))
 
 
 def python(code: str, **env: str | None) -> subprocess.Popen:
     """A process over this one's variables and ``env``, in which None unsets."""
-    root = str(Path(ops.__file__).parents[1])
+    root = str(Path(ops.__file__).parents[3])
     variables = {**os.environ, "PYTHONPATH": root, **env}
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)],
@@ -893,9 +892,10 @@ def test_switch_off_says_so_once():
     process = python(
         """
         import torch
-        from vllm import _cpu_ops as ops
+        from vllm.kernels import ops
+        from vllm.kernels.cpu.ops import kernels_available
         packed = ops.pack_linear_weight(torch.eye(4))
-        assert packed.kind == "plain" and not ops.kernels_available()
+        assert packed.kind == "plain" and not kernels_available()
         assert torch.equal(ops.linear(torch.eye(4), packed), torch.eye(4))
         """,
         VLLM_CPU_KERNELS="0",
@@ -914,7 +914,7 @@ def test_four_processes_build_once(tmp_path):
     (source / "seven.cpp").write_text('extern "C" __attribute__((visibility("default"))) int seven() { return 7; }')
     code = f"""
         import pathlib
-        from vllm.csrc import build
+        from vllm.kernels.cpu import build
         build.SOURCE_DIR = pathlib.Path({str(source)!r})
         assert build.load().seven() == 7
     """

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm import _gdn_ops, _xpu_ops
+from vllm.kernels import fla, packages, reference_gdn, table
 
 
 def naive(q: Any, k: Any, v: Any, g: Any, beta: Any, scale: float, initial_state: Any, cu_seqlens: Any) -> Any:
@@ -45,7 +45,8 @@ def fla_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return run
 
     names = ("fused_recurrent_gated_delta_rule", "chunk_gated_delta_rule")
-    monkeypatch.setattr(_gdn_ops, "_fla", lambda: types.SimpleNamespace(**{name: kernel(name) for name in names}))
+    stand_in = types.SimpleNamespace(**{name: kernel(name) for name in names})
+    monkeypatch.setattr(fla, "kernel_package", lambda module: stand_in)
     return calls
 
 
@@ -69,7 +70,7 @@ def test_each_request_gets_and_leaves_its_own_state(lengths: list[int], kernel: 
     args = inputs(lengths)
     state = torch.randn(6, 4, 8, 8, generator=torch.Generator().manual_seed(1))
     before = state.clone()
-    out = _gdn_ops.gated_delta_rule_fla(
+    out = fla.gated_delta_rule(
         *args, state, torch.tensor(starts, dtype=torch.int32), torch.tensor(slots, dtype=torch.int32)
     )
     assert fla_calls == [kernel]
@@ -88,7 +89,7 @@ def test_pad_rows_and_pad_requests_reach_no_kernel(fla_calls: list[str]) -> None
     q, k, v, g, beta = (torch.cat([x, torch.full_like(x[:2], torch.nan)]) for x in inputs([3]))
     state = torch.randn(3, 4, 8, 8)
     before = state.clone()
-    out = _gdn_ops.gated_delta_rule_fla(
+    out = fla.gated_delta_rule(
         q, k, v, g, beta, state,
         torch.tensor([0, 3, 3], dtype=torch.int32), torch.tensor([2, 0], dtype=torch.int32),
     )  # fmt: skip
@@ -104,8 +105,8 @@ def test_the_twins_leave_the_pad_slot_alone() -> None:
     starts, slots = torch.tensor([0, 3, 5], dtype=torch.int32), torch.tensor([2, 0], dtype=torch.int32)
     state, conv_state = torch.full((3, 4, 8, 8), torch.nan), torch.full((3, 3, 6), torch.nan)
     state[2], conv_state[2] = 0, 0
-    out = _gdn_ops.gated_delta_rule_ref(q, k, v, g, beta, state, starts, slots)
-    y = _gdn_ops.causal_conv1d_ref(torch.randn(5, 6), torch.randn(4, 6), conv_state, starts, slots)
+    out = reference_gdn.gated_delta_rule_ref(q, k, v, g, beta, state, starts, slots)
+    y = reference_gdn.causal_conv1d_ref(torch.randn(5, 6), torch.randn(4, 6), conv_state, starts, slots)
     for rows, states in ((out, state), (y, conv_state)):
         assert rows[:3].isfinite().all()
         assert (rows[3:] == 0).all()
@@ -123,13 +124,13 @@ def test_a_missing_or_broken_kernel_package_is_told_once(
         tried.append(name)
         raise error
 
-    monkeypatch.setattr(_xpu_ops.importlib, "import_module", fail)
-    _xpu_ops.kernel_package.cache_clear()
+    monkeypatch.setattr(packages.importlib, "import_module", fail)
+    packages.kernel_package.cache_clear()
     try:
         for _ in range(30):
-            assert not _xpu_ops.has_gdn_attention(torch.device("xpu"))
-            assert _gdn_ops._fla() is None
+            assert table.why_not("xpu", "xpu") is not None
+            assert table.why_not("fla", "cuda") is not None
     finally:
-        _xpu_ops.kernel_package.cache_clear()
+        packages.kernel_package.cache_clear()
     assert tried == ["vllm_xpu_kernels._xpu_C", "fla.ops.gated_delta_rule"]
     assert [str(error) in record.getMessage() for record in log.records] == [True, True]

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
-from vllm import _gdn_ops as ops
-from vllm import _xpu_ops
+from vllm.kernels import ops, padding, xpu
+from vllm.kernels import reference_gdn as ref
+from vllm.kernels.weights import GDNWeights
 
 # key heads, value heads, key head size, value head size, convolution taps
 SHAPES = [
@@ -32,7 +33,7 @@ class Case:
     """A mixed batch with pad requests before its pad rows; pad rows and foreign slots are NaN."""
 
     x: torch.Tensor
-    weights: ops.GDNWeights
+    weights: GDNWeights
     conv_state: torch.Tensor
     state: torch.Tensor
     query_start_loc: torch.Tensor
@@ -60,7 +61,7 @@ def make_case(
 
     C = 2 * G * D + H * E
     conv_weight = (0.5 * randn(K, C)).to(dtype).float()  # as a checkpoint of that dtype holds it
-    weights = ops.GDNWeights(conv_weight, randn(H).exp(), randn(H), randn(E), 1e-6, G, D)
+    weights = GDNWeights(conv_weight, randn(H).exp(), randn(H), randn(E), 1e-6, G, D)
     real = sum(lengths)
     x = torch.full((real + num_pads, C + H * E + 2 * H), float("nan"), dtype=dtype)
     x[:real] = randn(real, x.shape[1])
@@ -74,7 +75,7 @@ def make_case(
 
 
 def run_chunked(*args: Any) -> torch.Tensor:
-    return ops.gated_delta_net_ref(*args, dtype=torch.float32, rule=ops.delta_rule_chunked)
+    return ref.gated_delta_net_ref(*args, dtype=torch.float32, rule=ref.delta_rule_chunked)
 
 
 def stand_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -85,7 +86,7 @@ def stand_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     assert core.shape[0] == rows, f"core has {core.shape[0]} rows, num_actual_tokens={rows}"
     covered = int(starts[-1])
     starts[-1] = rows
-    weights = ops.GDNWeights(
+    weights = GDNWeights(
         kwargs["conv_weights"].T.float().contiguous(),
         kwargs["A_log"].exp(),
         kwargs["dt_bias"],
@@ -96,12 +97,12 @@ def stand_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     )
     mixed, gate, b, a = weights.split(torch.cat([qkvz, ba], dim=1)[:rows])
     slots = kwargs["non_spec_state_indices_tensor"]
-    q, k, v = ops.causal_conv1d_ref(mixed, weights.conv_weight_KC, kwargs["conv_state"], starts, slots).split(
+    q, k, v = ref.causal_conv1d_ref(mixed, weights.conv_weight_KC, kwargs["conv_state"], starts, slots).split(
         [G * D, G * D, weights.value_dim], dim=-1
     )
     g = -weights.decay_rate_H * F.softplus(a.float() + weights.dt_bias_H)
     heads = (q.unflatten(-1, (G, D)), k.unflatten(-1, (G, D)), v.unflatten(-1, (weights.num_v_heads, -1)))
-    out = ops.gated_delta_rule_ref(*heads, g, b.float().sigmoid(), kwargs["ssm_state"], starts, slots)
+    out = ref.gated_delta_rule_ref(*heads, g, b.float().sigmoid(), kwargs["ssm_state"], starts, slots)
     core[:covered] = out[:covered].to(core.dtype)
     z[:] = float("nan")
     z[:covered] = gate[:covered]
@@ -118,7 +119,7 @@ def xpu_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_xpu(*args: Any) -> torch.Tensor:
-    return _xpu_ops.gated_delta_net(*args, args[4])
+    return xpu.gated_delta_net(*args, args[4])
 
 
 IMPLEMENTATIONS = {"kernel": ops.gated_delta_net, "chunked": run_chunked, "xpu": run_xpu}
@@ -138,7 +139,7 @@ def test_against_the_definition(kind: str, shape: tuple[int, ...], dtype: torch.
     case = make_case(shape, dtype)
     real, own = int(case.query_start_loc[-1]), case.slots[: len(LENGTHS)]
     exact_args, args = case.fresh(torch.float64), case.fresh()
-    exact = ops.gated_delta_net_ref(*exact_args)
+    exact = ref.gated_delta_net_ref(*exact_args)
     out = IMPLEMENTATIONS[kind](*args)
     assert out.dtype is dtype
     # The wrapper's kernel rounds core before the norm, so its error is a few roundings.
@@ -156,7 +157,7 @@ def test_the_definition_is_transformers_recurrence() -> None:
     case = make_case((G, H, D, E, K), lengths=(40,), num_pads=0)
     w = replace(case.weights, norm_weight_E=torch.ones(E))
     conv_state, state = torch.zeros_like(case.conv_state), torch.zeros_like(case.state, dtype=torch.float64)
-    ops.gated_delta_net_ref(case.x, w, conv_state, state, case.query_start_loc, case.slots)
+    ref.gated_delta_net_ref(case.x, w, conv_state, state, case.query_start_loc, case.slots)
     mixed, _, b, a = w.split(case.x)
     y = F.silu(F.conv1d(mixed.T[None], w.conv_weight_KC.T[:, None], padding=K - 1, groups=w.conv_dim)[0, :, :40]).T
     q, k, v = y.split([G * D, G * D, H * E], dim=-1)
@@ -211,7 +212,7 @@ def test_case_20_right_prefix_and_zero_tail(kind: str, actual: int, padded: int)
     """Decodes and one prefill, outputs NaN before the call."""
     for lengths in ((1,) * actual, (actual,)):
         case = make_case((2, 4, 16, 16, 4), lengths=lengths, num_pads=padded - actual)
-        exact = ops.gated_delta_net_ref(*case.fresh(torch.float64))
+        exact = ref.gated_delta_net_ref(*case.fresh(torch.float64))
         out = IMPLEMENTATIONS[kind](*case.fresh())
         close(out[:actual], exact[:actual], 2e-5)
         assert out.shape[0] == padded
@@ -223,7 +224,7 @@ def test_an_explicit_pad_sequence_is_skipped(kind: str) -> None:
     """Pad rows as a sequence of their own on the pad slot, for kernels that want query_start_loc to cover all rows."""
     case = make_case((2, 4, 16, 16, 4), lengths=(7, 4), num_pads=0)
     slots = case.slots.clone()
-    slots[1] = ops.PAD_STATE_SLOT
+    slots[1] = padding.PAD_STATE_SLOT
     args = (*case.fresh()[:5], slots)
     out = IMPLEMENTATIONS[kind](*args)
     assert out[7:].count_nonzero() == 0
@@ -252,7 +253,7 @@ def test_extreme_gates_and_inputs() -> None:
     weights = replace(case.weights, decay_rate_H=torch.tensor([1e-4, 1.0, 16.0, 1.0]))
     case = replace(case, weights=weights)
     exact_args, args = case.fresh(torch.float64), case.fresh()
-    exact, out = ops.gated_delta_net_ref(*exact_args), ops.gated_delta_net(*args)
+    exact, out = ref.gated_delta_net_ref(*exact_args), ops.gated_delta_net(*args)
     assert out.isfinite().all()
     close(out, exact, 1e-4)
     close(args[3][2:4], exact_args[3][2:4], 1e-4)
@@ -275,7 +276,7 @@ def test_xpu_kernel_given_more_rows_than_requests_cover(xpu_stand_in: None) -> N
     case = make_case((2, 4, 16, 16, 4), lengths=(5, 5, 8, 8), num_pads=4)
     case.x[26:] = 1.0
     right, args = case.fresh(), case.fresh()
-    core, z = _xpu_ops.gdn_attention(*right, case.query_start_loc)
+    core, z = xpu.gdn_attention(*right, case.query_start_loc)
     assert core[26:].count_nonzero() == z[26:].count_nonzero() == 0
 
     x, w, conv_state, state, _, _ = args

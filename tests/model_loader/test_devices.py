@@ -18,7 +18,9 @@ import tiny_models as tiny
 import torch
 from torch import nn
 
-from vllm import LLM, _cpu_ops, _gdn_ops
+from vllm import LLM
+from vllm.kernels import ops, reference
+from vllm.kernels.weights import PackedExperts
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models.causal_lm import CausalLM
 
@@ -82,14 +84,13 @@ def test_a_step_makes_its_tensors_on_the_device_of_its_inputs(name: str, monkeyp
 
     def experts_ref(*args):
         experts.append(args[0].shape)
-        return _cpu_ops.fused_experts_ref(*args)
+        return fused_experts(*args)
 
-    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "TORCH_PAGED")
-    monkeypatch.setattr(_cpu_ops, "_kernels", lambda: None)
-    monkeypatch.setattr(_gdn_ops, "_cpu_kernel", lambda: None)
+    fused_experts = reference.fused_experts
+    monkeypatch.setenv("VLLM_KERNELS", "reference")
     monkeypatch.setattr(CausalLM, "forward", elsewhere(forward))
     monkeypatch.setattr(CausalLM, "compute_logits", elsewhere(compute_logits))
-    monkeypatch.setattr(_cpu_ops, "fused_experts", experts_ref)
+    monkeypatch.setattr(reference, "fused_experts", experts_ref)
     llm = models.make_llm(name)
     (tokens,) = tiny.tokens(tiny.generate(llm, [tiny.prompt(9)], 6))
     llm.shutdown()
@@ -104,17 +105,14 @@ def test_the_twins_make_their_tensors_on_the_device_of_their_inputs() -> None:
         def draw(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator, device="cpu")
 
-        w13, w2 = (
-            _cpu_ops.PackedExperts(3, n, k, torch.float32, draw(3, n, k), "plain", n == 16)
-            for n, k in ((16, 4), (4, 8))
-        )
+        w13, w2 = (PackedExperts(3, n, k, torch.float32, draw(3, n, k), "plain", n == 16) for n, k in ((16, 4), (4, 8)))
         ids = torch.tensor([[0, 2], [-1, -1], [1, -1]], dtype=torch.int32, device="cpu")
-        moe = _cpu_ops.fused_experts_ref(draw(3, 4), w13, w2, ids, draw(3, 2))
+        moe = reference.fused_experts(draw(3, 4), w13, w2, ids, draw(3, 2))
         query, keys, values, out = draw(5, 2, 4), draw(4, 1, 4, 4), draw(4, 1, 4, 4), draw(5, 2, 4)
         table, starts, lengths = (
             torch.tensor(x, dtype=torch.int32, device="cpu") for x in ([[1, 2], [3, 0]], [0, 3, 5], [7, 2])
         )
-        _cpu_ops.paged_attention_ref(query, keys, values, table, starts, lengths, 0.5, out, sliding_window=3)
+        reference.paged_attention(query, keys, values, table, starts, lengths, 0.5, out, sliding_window=3)
         return [moe, out]
 
     expected = run()
@@ -124,5 +122,5 @@ def test_the_twins_make_their_tensors_on_the_device_of_their_inputs() -> None:
 
 
 def test_experts_of_another_device_are_not_packed_for_the_cpu() -> None:
-    packed = _cpu_ops.pack_expert_weights(torch.empty(2, 32, 16, device="meta"), gated=True)
+    packed = ops.pack_expert_weights(torch.empty(2, 32, 16, device="meta"), gated=True)
     assert (packed.kind, packed.data.device.type, packed.data.shape) == ("plain", "meta", (2, 32, 16))

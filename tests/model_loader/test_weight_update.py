@@ -8,7 +8,7 @@ import tiny_hybrids
 import torch
 from tiny_models import generate, greedy, make_llm, prompt, reference_model, tokens
 
-from vllm import _cpu_ops
+from vllm.kernels import ops
 from vllm.model_executor.layers.layernorm import RMSNorm
 
 PROMPTS = [prompt(40), prompt(7)]
@@ -77,13 +77,13 @@ def test_the_trainers_tensor_is_copied():
 def test_unpacked_is_what_was_packed(rows, cols, dtype):
     weight = torch.randn(rows, cols).to(dtype)
     weight[0, 0] = float("nan")
-    packed = _cpu_ops.pack_linear_weight(weight.clone())
-    again = _cpu_ops.unpack_linear_weight(packed)
+    packed = ops.pack_linear_weight(weight.clone())
+    again = ops.unpack_linear_weight(packed)
     bits = torch.int32 if dtype is torch.float32 else torch.int16
     assert torch.equal(again.view(bits), weight.view(bits))
     other = torch.randn(rows, cols).to(dtype)
     place = packed.data.data_ptr()
-    packed = _cpu_ops.pack_linear_weight(other, packed)
+    packed = ops.pack_linear_weight(other, packed)
     if packed.kind == "panels":
         assert packed.data.data_ptr() == place
-        assert torch.equal(_cpu_ops.unpack_linear_weight(packed), other)
+        assert torch.equal(ops.unpack_linear_weight(packed), other)

@@ -20,10 +20,11 @@ import tiny_models as tiny
 import torch
 
 from vllm import SamplingParams
+from vllm.kernels import reference, table
 from vllm.platforms import CpuPlatform, Platform, get_platform
 from vllm.platforms.host_limits import Limit
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends import torch_paged
+from vllm.v1.attention.backends.paged import PagedAttentionImpl
 from vllm.v1.worker import gpu_model_runner, step_memory
 
 CPU = torch.device("cpu")
@@ -211,18 +212,20 @@ def test_what_a_real_step_takes_was_planned() -> None:
 
 def test_attention_in_plain_torch_stays_within_its_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     heads, kv_heads, size, length, queries = 8, 2, 16, 512, 128
-    impl = torch_paged.TorchPagedImpl(heads, size, 0.25, kv_heads, 0)
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "TORCH_PAGED")
+    table.choose.cache_clear()
+    impl = PagedAttentionImpl(heads, size, 0.25, kv_heads, 0)
     caches = (torch.randn(33, kv_heads, 16, size), torch.randn(33, kv_heads, 16, size))
     starts, lengths = torch.tensor([0, queries], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
     slots = torch.arange(16 + length - queries, 16 + length)
-    table = torch.arange(1, 33, dtype=torch.int32)[None]
+    blocks = torch.arange(1, 33, dtype=torch.int32)[None]
     metadata = CommonAttentionMetadata(
-        starts, starts, lengths, lengths, table, slots, torch.zeros(1), 1, queries, queries, queries, length
+        starts, starts, lengths, lengths, blocks, slots, torch.zeros(1), 1, queries, queries, queries, length
     )
     q, k, v = (torch.randn(queries, n, size) for n in (heads, kv_heads, kv_heads))
     results, bounds = [], []
     for scores in (1 << 24, heads * length * 10):
-        monkeypatch.setattr(torch_paged, "_MOST_SCORES", scores)
+        monkeypatch.setattr(reference, "_MOST_SCORES", scores)
         out = torch.full_like(q, torch.nan)
         with get_platform("cpu").measure_peak(CPU) as peak, torch.inference_mode():
             impl.forward(q, k, v, caches, metadata, out)

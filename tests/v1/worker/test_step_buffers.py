@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from vllm import _cpu_ops
 from vllm.forward_context import set_forward_context
+from vllm.kernels.cpu.ops import kernels_available
 from vllm.model_executor.layers.step_buffers import StepBuffers, buffer_key, step_buffer
 
 
@@ -32,7 +32,7 @@ class Allocations(TorchDispatchMode):
         return out
 
 
-@pytest.mark.skipif(not _cpu_ops.kernels_available(), reason="the plain torch twins allocate; no C++ compiler here")
+@pytest.mark.skipif(not kernels_available(), reason="the plain torch twins allocate; no C++ compiler here")
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_a_step_allocates_nothing_in_its_layers(name: str) -> None:
     from vllm import LLM

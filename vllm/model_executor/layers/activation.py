@@ -6,14 +6,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from vllm import _custom_ops as ops
+from vllm.kernels import ops
 
 
 class SiluAndMul(nn.Module):
     """x [T, 2I] → silu(x[:, :I]) · x[:, I:] [T, I] (SwiGLU, Shazeer 2020), which overwrites x[:, :I]."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return ops.silu_and_mul(x)
+        return ops.silu_and_mul(x, x[:, : x.shape[1] // 2])
 
 
 def check_hidden_act(name: str) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from vllm import _custom_ops as ops
+from vllm.kernels import ops
 from vllm.model_executor.parameter import WeightSpec
 
 
@@ -43,4 +43,4 @@ class RMSNorm(nn.Module):
         if update is None:
             return self(stream), stream
         assert self.weight is not None, f"{self.prefix}: no weight was loaded"
-        return ops.fused_add_rms_norm(update, stream, self.weight, self.eps)
+        return ops.fused_add_rms_norm(update, stream, self.weight, self.eps, update)

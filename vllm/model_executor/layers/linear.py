@@ -2,7 +2,7 @@
 """Linear layers and their tensor-parallel shards.
 
 Every layer holds one local weight [N, K] that is filled from slices of checkpoint tensors: a ``Shard`` says which
-slice of which tensor goes where. On CPU the weight is packed for the kernels once it is complete.
+slice of which tensor goes where. Once it is complete it is packed as the device's linear operator reads it.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from vllm import _cpu_ops
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_reduce,
 )
 from vllm.forward_context import set_current_layer
+from vllm.kernels import ops
+from vllm.kernels.weights import PackedWeight
 from vllm.model_executor.layers.step_buffers import buffer_key, step_buffer
 from vllm.model_executor.parameter import WeightSpec
 
@@ -72,7 +72,7 @@ class LinearBase(nn.Module):
         self.output_key = buffer_key(self.shards[0].name, self.output_size_per_partition, dtype)
         self.weight: torch.Tensor | None = None
         self.bias: torch.Tensor | None = None
-        self.packed: _cpu_ops.PackedWeight | None = None
+        self.packed: PackedWeight | None = None
 
     def weight_specs(self) -> list[WeightSpec]:
         specs = [WeightSpec(shard.name, shard.full, self._weight_taker(shard)) for shard in self.shards]
@@ -86,7 +86,7 @@ class LinearBase(nn.Module):
     def _weight_taker(self, shard: Shard):
         def take(loaded: torch.Tensor) -> None:
             if self.weight is None and self.packed is not None and shard.num_rows < self.output_size_per_partition:
-                self.weight = _cpu_ops.unpack_linear_weight(self.packed)
+                self.weight = ops.unpack_linear_weight(self.packed)
             elif self.weight is None:
                 self.weight = torch.empty(
                     self.output_size_per_partition, self.input_size_per_partition, dtype=self.dtype
@@ -107,15 +107,11 @@ class LinearBase(nn.Module):
         if self.weight is None and self.packed is not None:
             return  # only its bias is new
         assert self.weight is not None, f"{self.shards[0].name}: no weight was loaded"
-        if self.weight.is_cpu:
-            self.packed = _cpu_ops.pack_linear_weight(self.weight, self.packed)
-            self.weight = None
+        self.packed, self.weight = ops.pack_linear_weight(self.weight, self.packed), None
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        if self.packed is not None:
-            return _cpu_ops.linear(x, self.packed, self.bias, step_buffer(self.output_key, x.shape[0]))
-        assert self.weight is not None, f"{self.shards[0].name}: no weight was loaded"
-        return F.linear(x, self.weight, self.bias)
+        assert self.packed is not None, f"{self.shards[0].name}: no weight was loaded"
+        return ops.linear(x, self.packed, self.bias, step_buffer(self.output_key, x.shape[0]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.apply(x)

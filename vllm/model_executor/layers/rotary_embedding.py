@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from vllm import _custom_ops as ops
+from vllm.kernels import ops
 from vllm.transformers_utils.config import LENGTH_DEPENDENT
 
 

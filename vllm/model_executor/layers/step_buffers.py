@@ -3,7 +3,7 @@
 
 What ``self_attn.qkv_proj`` of a layer puts out is read up before the next layer's writes its own, so a step needs one
 tensor for each name inside a layer. Every row that a step hands out is written before it is read: rows of an earlier
-step are never in sight. CPU only; on devices the caching allocator gives the same memory back.
+step are never in sight.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class StepBuffers:
     The engine's first step is one of profiling, so that none is made in service.
     """
 
-    def __init__(self, max_rows: int) -> None:
-        self.max_rows = max_rows
+    def __init__(self, max_rows: int, device: torch.device | str = "cpu") -> None:
+        self.max_rows, self.device = max_rows, torch.device(device)
         self._buffers: dict[Key, torch.Tensor] = {}
         self._last: dict[Key, tuple[int, torch.Tensor]] = {}
 
@@ -36,7 +36,7 @@ class StepBuffers:
         assert rows <= self.max_rows, f"{rows} rows in a step of at most {self.max_rows}"
         buffer = self._buffers.get(key)
         if buffer is None:
-            buffer = self._buffers[key] = torch.empty(self.max_rows, key[1], dtype=key[2], device="cpu")
+            buffer = self._buffers[key] = torch.empty(self.max_rows, key[1], dtype=key[2], device=self.device)
         view = buffer[:rows]
         self._last[key] = rows, view
         return view

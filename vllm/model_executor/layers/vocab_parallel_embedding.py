@@ -10,16 +10,16 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from vllm import _cpu_ops
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
 )
+from vllm.kernels import ops
+from vllm.kernels.weights import PackedWeight
 from vllm.logger import init_logger
 from vllm.model_executor.parameter import WeightSpec
 
@@ -39,7 +39,7 @@ class VocabParallelEmbedding(nn.Module):
         self.first = min(tp_rank * self.rows_per_partition, vocab_size)
         self.last = min(self.first + self.rows_per_partition, vocab_size)
         self.weight: torch.Tensor | None = None
-        self.packed: _cpu_ops.PackedWeight | None = None
+        self.packed: PackedWeight | None = None
 
     def weight_specs(self) -> list[WeightSpec]:
         return [WeightSpec(f"{self.prefix}.weight", (self.vocab_size, self.hidden_size), self._take)]
@@ -50,15 +50,11 @@ class VocabParallelEmbedding(nn.Module):
 
     def process_weights_after_loading(self) -> None:
         assert self.weight is not None, f"{self.prefix}: no weight was loaded"
-        if self.weight.is_cpu:
-            self.packed = _cpu_ops.pack_linear_weight(self.weight, self.packed)
-            self.weight = None
+        self.packed, self.weight = ops.pack_linear_weight(self.weight, self.packed), None
 
     def _lookup(self, rows: torch.Tensor) -> torch.Tensor:
-        if self.packed is not None:
-            return _cpu_ops.embedding(rows, self.packed)
-        assert self.weight is not None, f"{self.prefix}: no weight was loaded"
-        return F.embedding(rows, self.weight)
+        assert self.packed is not None, f"{self.prefix}: no weight was loaded"
+        return ops.embedding(rows, self.packed)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         if self.tp_size == 1:
@@ -69,10 +65,8 @@ class VocabParallelEmbedding(nn.Module):
 
     def project(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden [R, hidden] → this rank's logits [R, rows_per_partition]."""
-        if self.packed is not None:
-            return _cpu_ops.linear(hidden_states, self.packed)
-        assert self.weight is not None, f"{self.prefix}: no weight was loaded"
-        return F.linear(hidden_states, self.weight)
+        assert self.packed is not None, f"{self.prefix}: no weight was loaded"
+        return ops.linear(hidden_states, self.packed)
 
 
 class ParallelLMHead(VocabParallelEmbedding):

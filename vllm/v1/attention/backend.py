@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
-from vllm import _cpu_ops
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
@@ -98,11 +95,3 @@ class AttentionBackend(ABC):
     @abstractmethod
     def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
         """Shape of the key cache, which is also that of the value cache."""
-
-
-def zeroed_cache(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A zeroed tensor on the default device. On CPU its pages take memory when they are first written, not before."""
-    if torch.get_default_device().type != "cpu":
-        return torch.zeros(shape, dtype=dtype)
-    memory = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8))
-    return _cpu_ops.advise_huge_pages(memory).view(dtype).view(shape)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 
-NULL_BLOCK_ID = 0
+from vllm.kernels.padding import NULL_BLOCK
 
 
 def block_key(prefix_id: int, token_ids: Sequence[int]) -> Hashable:
@@ -30,7 +30,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
-        self.blank = list(range(num_blocks - 1, NULL_BLOCK_ID, -1))
+        self.blank = list(range(num_blocks - 1, NULL_BLOCK, -1))
         self.evictable: OrderedDict[int, None] = OrderedDict()
         self.cached: dict[Hashable, int] = {}
         self.keys: dict[int, Hashable] = {}
@@ -127,7 +127,7 @@ class BlockPool:
         """Raises AssertionError naming the blocks where the pool disagrees with ``holders``, by request id."""
         counts = [0] * self.num_blocks
         for request_id, blocks in holders.items():
-            assert NULL_BLOCK_ID not in blocks, f"request {request_id} holds the null block: {blocks}"
+            assert NULL_BLOCK not in blocks, f"request {request_id} holds the null block: {blocks}"
             assert len(set(blocks)) == len(blocks), f"request {request_id} holds a block twice: {blocks}"
             for block in blocks:
                 counts[block] += 1
@@ -140,7 +140,7 @@ class BlockPool:
             raise AssertionError(f"blocks leaked or shared by mistake (reference counts): {wrong}")
         free, held = [*self.blank, *self.evictable], {block for blocks in holders.values() for block in blocks}
         free_once = set(free)
-        wrong_free = free_once & (held | {NULL_BLOCK_ID})
+        wrong_free = free_once & (held | {NULL_BLOCK})
         assert not wrong_free, f"blocks free while held, or the null block: {sorted(wrong_free)}"
         assert len(free) == len(free_once), f"blocks free twice: {sorted({b for b in free if free.count(b) > 1})}"
         if len(free) + len(held) != self.num_blocks - 1:

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from vllm.kernels.padding import PAD_STATE_SLOT
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import cdiv
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
-
-PAD_STATE_SLOT = 0
 
 
 class KVCacheManager:

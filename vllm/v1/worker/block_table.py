@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-NULL_BLOCK = 0
-PAD_SLOT = -1
+from vllm.kernels.padding import NULL_BLOCK
 
 
 class BlockTable:

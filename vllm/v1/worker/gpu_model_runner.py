@@ -61,7 +61,7 @@ class GPUModelRunner:
         self.sampler = Sampler(vllm_config.model_config.logprobs_mode)
         self.pad_to_max = pads_to_max(platform.policies, parallel.enable_expert_parallel, parallel.data_parallel_size)
         self.step = 0
-        self.step_buffers = StepBuffers(self.max_num_tokens)
+        self.step_buffers = StepBuffers(self.max_num_tokens, self.device)
         self.any_unfinished_across_dp = False
         model_config, cache, max_num_reqs = vllm_config.model_config, vllm_config.cache_config, scheduler.max_num_seqs
         # DP ranks serve different requests: those without a seed of their own draw differently on each.

@@ -15,6 +15,7 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed import GroupLease, get_dp_group, get_world_group
 from vllm.distributed.parallel_state import check_same_on_all_ranks
+from vllm.kernels.table import choose_anew
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models.causal_lm import CausalLM
@@ -58,6 +59,7 @@ class Worker:
         watchdog.install(get_world_group())
         self._limit_threads()
         self.device = get_world_group().device
+        choose_anew(self.device.type)
         self.runner = GPUModelRunner(self.vllm_config, self.platform, self.device)
 
     def check_settings(self, generation_config: Mapping[str, Any]) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from vllm import __version__, envs
+from vllm import __version__
 from vllm.config import ModelConfig, VllmConfig
+from vllm.kernels.table import choose
 from vllm.model_executor.model_loader.weight_utils import resolve_model_path, safetensors_files
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends.registry import get_attn_backend
 
 # The ranks agree on the smallest cache that one of them has memory for, and a label decides nothing.
 _OWN = ("gpu_memory_utilization", "kv_cache_memory_bytes", "served_model_name")
@@ -34,15 +34,14 @@ def settings_of(vllm_config: VllmConfig, generation_config: Mapping[str, Any]) -
         for name, value in vars(part).items() if dataclasses.is_dataclass(part) else ():
             if name not in (*_OWN, *_BY_CONTENT):
                 settings[name] = _text(value)
-    config = vllm_config.model_config
+    config, chosen = vllm_config.model_config, choose(current_platform.device_type)
     settings |= {f"hf_config.{k}": _text(v) for k, v in config.hf_config.to_dict().items() if k not in _NOTES_OF_HF}
     settings |= {f"generation_config.{key}": _text(value) for key, value in generation_config.items()}
     settings["model"] = "dummy" if config.load_format == "dummy" else _weights(config)
     settings["tokenizer"] = "none" if config.skip_tokenizer_init else _tokenizer(config)
     return settings | {
         "device": current_platform.device_type,
-        "attention backend": get_attn_backend().name,
-        "VLLM_CPU_KERNELS": _text(envs.VLLM_CPU_KERNELS),
+        **{f"kernel of {choice.operator}": choice.implementation for choice in chosen.values()},
         "vllm": __version__,
         "torch": torch.__version__,
     }

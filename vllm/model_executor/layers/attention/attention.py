@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from vllm.forward_context import get_forward_context, set_current_layer
+from vllm.kernels.memory import zeroed_cache
 from vllm.model_executor.layers.step_buffers import buffer_key, step_buffer
-from vllm.v1.attention.backend import zeroed_cache
-from vllm.v1.attention.backends.registry import get_attn_backend
+from vllm.v1.attention.backends.paged import PagedAttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 
 
@@ -40,7 +40,7 @@ class Attention(nn.Module):
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads
         self.dtype, self.layer_name = dtype, prefix
         self.sliding_window = sliding_window or 0
-        self.backend = get_attn_backend()
+        self.backend = PagedAttentionBackend
         self.impl = self.backend.impl_cls(num_heads, head_size, scale, num_kv_heads, self.sliding_window)
         self.output_key = buffer_key(prefix, num_heads * head_size, dtype)
         self.kv_cache: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -60,7 +60,7 @@ class Attention(nn.Module):
         num_tokens_padded = query.shape[0]
         set_current_layer(self.layer_name)
         context = get_forward_context()
-        output = step_buffer(self.output_key, num_tokens_padded) if query.is_cpu else None
+        output = step_buffer(self.output_key, num_tokens_padded)
         if output is None:
             output = query.new_empty(num_tokens_padded, self.num_heads * self.head_size)
         if context.attn_metadata is None:

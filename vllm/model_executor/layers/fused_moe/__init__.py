@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-from vllm.model_executor.layers.fused_moe.layer import FusedMoE, select_experts
+from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 
-__all__ = ["FusedMoE", "select_experts"]
+__all__ = ["FusedMoE"]

@@ -12,27 +12,12 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from vllm import _cpu_ops, forward_context
+from vllm import forward_context
 from vllm.distributed import get_ep_group, get_tp_group
+from vllm.kernels import ops
+from vllm.kernels.weights import PackedExperts
 from vllm.model_executor.layers.linear import divide
 from vllm.model_executor.parameter import WeightSpec
-
-
-def select_experts(
-    router_logits: torch.Tensor, top_k: int, renormalize: bool, num_tokens_unpadded: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax over all experts in fp32, then the ``top_k`` largest (Shazeer et al. 2017; Jiang et al. 2024).
-
-    router_logits [T, E] → weights [T, top_k] fp32, ids [T, top_k] int32. Rows from ``num_tokens_unpadded`` on are
-    padding: id -1 and weight 0, whatever their logits hold. A NaN there would make top-k return one expert many times.
-    """
-    probabilities_TE = router_logits.float().softmax(-1)
-    chosen = probabilities_TE.topk(top_k)
-    weights, ids = chosen.values, chosen.indices.int()
-    if renormalize:
-        weights = weights / weights.sum(-1, keepdim=True)
-    weights[num_tokens_unpadded:], ids[num_tokens_unpadded:] = 0, -1
-    return weights, ids
 
 
 class FusedMoE(nn.Module):
@@ -84,8 +69,8 @@ class FusedMoE(nn.Module):
         )
         self.expert_map = None if self.local_num_experts == num_experts else expert_map
         self._loading: dict[str, torch.Tensor] = {}
-        self.w13: _cpu_ops.PackedExperts | None = None
-        self.w2: _cpu_ops.PackedExperts | None = None
+        self.w13: PackedExperts | None = None
+        self.w2: PackedExperts | None = None
 
     def weight_specs(self) -> list[WeightSpec]:
         specs = []
@@ -105,7 +90,7 @@ class FusedMoE(nn.Module):
         def take(loaded: torch.Tensor) -> None:
             size = self.local_intermediate
             if self.w13 is not None:
-                _cpu_ops.repack_expert_weight(self.w13, expert, loaded[self.intermediate_slice], half)
+                ops.repack_expert_weight(self.w13, expert, loaded[self.intermediate_slice], half)
                 return
             w13 = self._buffer("w13", (self.local_num_experts, 2 * size, self.hidden_size))
             w13[expert, half * size : (half + 1) * size].copy_(loaded[self.intermediate_slice])
@@ -115,7 +100,7 @@ class FusedMoE(nn.Module):
     def _take_w2(self, expert: int) -> Callable[[torch.Tensor], None]:
         def take(loaded: torch.Tensor) -> None:
             if self.w2 is not None:
-                _cpu_ops.repack_expert_weight(self.w2, expert, loaded[:, self.intermediate_slice])
+                ops.repack_expert_weight(self.w2, expert, loaded[:, self.intermediate_slice])
                 return
             w2 = self._buffer("w2", (self.local_num_experts, self.hidden_size, self.local_intermediate))
             w2[expert].copy_(loaded[:, self.intermediate_slice])
@@ -129,9 +114,9 @@ class FusedMoE(nn.Module):
 
     def process_weights_after_loading(self) -> None:
         if "w13" in self._loading:
-            self.w13 = _cpu_ops.pack_expert_weights(self._loading.pop("w13"), gated=True)
+            self.w13 = ops.pack_expert_weights(self._loading.pop("w13"), gated=True)
         if "w2" in self._loading:
-            self.w2 = _cpu_ops.pack_expert_weights(self._loading.pop("w2"))
+            self.w2 = ops.pack_expert_weights(self._loading.pop("w2"))
 
     def forward(
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor, tp_partial: torch.Tensor | None = None
@@ -140,7 +125,7 @@ class FusedMoE(nn.Module):
         Its pad rows are set to 0."""
         forward_context.set_current_layer(self.layer_name)
         plan = forward_context.get_forward_context().batch_plan
-        weights, ids = select_experts(router_logits, self.top_k, self.renormalize, plan.num_tokens_unpadded)
+        weights, ids = ops.topk_softmax(router_logits, self.top_k, self.renormalize, plan.num_tokens_unpadded)
         if tp_partial is not None:
             tp_partial[plan.num_tokens_unpadded :] = 0
         ep = get_ep_group()
@@ -157,5 +142,4 @@ class FusedMoE(nn.Module):
             ids = torch.where(ids >= 0, self.expert_map[ids.clamp(min=0)], -1)
         assert self.w13 is not None, f"{self.layer_name}: no expert was loaded"
         assert self.w2 is not None, f"{self.layer_name}: no expert was loaded"
-        op = _cpu_ops.fused_experts if hidden_states.is_cpu else _cpu_ops.fused_experts_ref
-        return op(hidden_states, self.w13, self.w2, ids, weights)
+        return ops.fused_experts(hidden_states, self.w13, self.w2, ids, weights)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm import _gdn_ops
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context, set_current_layer
+from vllm.kernels import ops
+from vllm.kernels.weights import GDNWeights
 from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear, Shard, divide
 from vllm.model_executor.parameter import WeightSpec
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend
@@ -103,7 +104,7 @@ class GatedDeltaNet(nn.Module):
         self.in_proj = GDNInProjection(config.hidden_size, heads, interleaved, dtype, prefix)
         self.out_proj = RowParallelLinear(heads.value_dim, config.hidden_size, False, dtype, f"{prefix}.out_proj")
         self.small: dict[str, torch.Tensor] = {}
-        self.weights: _gdn_ops.GDNWeights | None = None
+        self.weights: GDNWeights | None = None
         self.conv_state: torch.Tensor | None = None
         self.recurrent_state: torch.Tensor | None = None
 
@@ -142,9 +143,7 @@ class GatedDeltaNet(nn.Module):
         if self.weights is not None:
             self.weights = dataclasses.replace(self.weights, **new)
         elif len(new) == 4:
-            self.weights = _gdn_ops.GDNWeights(
-                **new, eps=self.eps, num_k_heads=heads.num_k, head_k_dim=heads.head_k_dim
-            )
+            self.weights = GDNWeights(**new, eps=self.eps, num_k_heads=heads.num_k, head_k_dim=heads.head_k_dim)
         else:
             return  # the rest comes with a later call
         self.small = {}
@@ -193,7 +192,7 @@ class GatedDeltaNet(nn.Module):
         assert self.weights is not None, f"{self.layer_name}: no weights were loaded"
         assert self.conv_state is not None, f"{self.layer_name}: no state pools"
         assert self.recurrent_state is not None, f"{self.layer_name}: no state pools"
-        return _gdn_ops.gated_delta_net(
+        return ops.gated_delta_net(
             projected,
             self.weights,
             self.conv_state,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the CPU kernels of this folder with the machine's C++ compiler and loads them; ``python -m vllm.csrc.build``
-builds them ahead of the first use.
+"""Builds the CPU kernels of ``csrc`` with the machine's C++ compiler and loads them;
+``python -m vllm.kernels.cpu.build`` builds them ahead of the first use.
 
 The library lies in ``VLLM_CACHE_ROOT`` under a name that is a hash of the sources, the compiler, its flags and the
 processor's features, so that a changed source or another machine never meets an old build. Processes that start
@@ -32,7 +32,7 @@ from vllm.platforms.host_limits import usable_processors
 
 logger = init_logger(__name__)
 
-SOURCE_DIR = Path(__file__).parent
+SOURCE_DIR = Path(__file__).parent / "csrc"
 _MOST_SPARE_THREADS = 16  # libgomp ends the process where it cannot make one
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-pthread", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-w")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thin wrappers over the kernels of vllm-xpu-kernels. Each takes what its naive twin takes and keeps law 2 around the
+"""Thin wrappers over the kernels of vllm-xpu-kernels, by the contracts of ``kernels.ops``. Each keeps law 2 around its
 kernel: inputs narrowed to real rows and requests, and every row past them written here.
 
 Nothing in this file has run on an XPU; its tests put a stand-in with the kernels' documented habits in their place.
@@ -7,36 +7,17 @@ Nothing in this file has run on an XPU; its tests put a stand-in with the kernel
 
 from __future__ import annotations
 
-import functools
-import importlib
-from typing import TYPE_CHECKING
-
 import torch
 
-from vllm.logger import init_logger
-
-if TYPE_CHECKING:
-    from vllm._gdn_ops import GDNWeights
-
-
-logger = init_logger(__name__)
+from vllm.kernels.packages import kernel_package
+from vllm.kernels.reference_gdn import rms_norm_gated_ref
+from vllm.kernels.weights import GDNWeights
 
 
-@functools.cache
-def kernel_package(module: str) -> object | None:
-    """``module``; None where it is missing or broken, which is looked for and said once."""
-    try:
-        return importlib.import_module(module)
-    except (ImportError, OSError) as error:
-        logger.warning("%s cannot be loaded (%s): plain torch runs in its place, far slower", module, error)
-        return None
-
-
-def has_gdn_attention(device: torch.device) -> bool:
-    """Whether ``device`` is an XPU and the installed kernels have the gated delta net."""
-    if device.type != "xpu" or kernel_package("vllm_xpu_kernels._xpu_C") is None:
-        return False
-    return hasattr(torch.ops._xpu_C, "gdn_attention")
+def why_not(operator: str) -> str | None:
+    """None where the installed kernels have ``operator``."""
+    kernel_package("vllm_xpu_kernels._xpu_C")
+    return None if hasattr(torch.ops._xpu_C, "gdn_attention") else f"this vllm-xpu-kernels has no kernel for {operator}"
 
 
 def gdn_attention(
@@ -107,13 +88,9 @@ def gated_delta_net(
     recurrent_state: torch.Tensor,
     query_start_loc: torch.Tensor,
     state_indices: torch.Tensor,
-    query_start_loc_cpu: torch.Tensor,
+    query_start_loc_cpu: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See ``vllm._gdn_ops.gated_delta_net``; its twin is ``gated_delta_net_ref`` there."""
-    from vllm._gdn_ops import rms_norm_gated_ref
-
-    core, z = gdn_attention(
-        x_TN, weights, conv_state, recurrent_state, query_start_loc, state_indices, query_start_loc_cpu
-    )
+    host = query_start_loc.cpu() if query_start_loc_cpu is None else query_start_loc_cpu
+    core, z = gdn_attention(x_TN, weights, conv_state, recurrent_state, query_start_loc, state_indices, host)
     out = rms_norm_gated_ref(core.float(), z, weights.norm_weight_E, weights.eps)
     return out.to(x_TN.dtype).flatten(1)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention on CPU, by the C++ kernels or their torch twins."""
+"""Attention over the paged cache by the operators that ``kernels.table`` chose for the device."""
 
 from __future__ import annotations
 
 import torch
 
-from vllm import _cpu_ops
+from vllm.kernels import ops
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, CommonAttentionMetadata
 
 
-class CPUAttentionImpl(AttentionImpl):
+class PagedAttentionImpl(AttentionImpl):
     def forward(
         self,
         query: torch.Tensor,
@@ -20,8 +20,8 @@ class CPUAttentionImpl(AttentionImpl):
         output: torch.Tensor,
     ) -> None:
         key_cache, value_cache = kv_cache
-        _cpu_ops.reshape_and_cache(key, value, key_cache, value_cache, metadata.slot_mapping)
-        _cpu_ops.paged_attention(
+        ops.reshape_and_cache(key, value, key_cache, value_cache, metadata.slot_mapping)
+        ops.paged_attention(
             query,
             key_cache,
             value_cache,
@@ -33,10 +33,21 @@ class CPUAttentionImpl(AttentionImpl):
             self.sliding_window,
         )
 
+    def workspace_bytes(self, num_tokens: int, max_model_len: int, dtype: torch.dtype) -> int:
+        return ops.paged_attention_workspace(
+            torch.get_default_device(),
+            num_tokens,
+            max_model_len,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_size,
+            dtype,
+        )
 
-class CPUAttentionBackend(AttentionBackend):
-    name = "CPU_ATTN"
-    impl_cls = CPUAttentionImpl
+
+class PagedAttentionBackend(AttentionBackend):
+    name = "PAGED"
+    impl_cls = PagedAttentionImpl
 
     @staticmethod
     def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:

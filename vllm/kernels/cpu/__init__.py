@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators as C++ kernels, built on the machine that they run on."""
+
+from vllm.kernels.cpu.gdn import gated_delta_net
+from vllm.kernels.cpu.ops import (
+    embedding,
+    fused_add_rms_norm,
+    fused_experts,
+    linear,
+    pack_expert_weights,
+    pack_linear_weight,
+    paged_attention,
+    repack_expert_weight,
+    reshape_and_cache,
+    rms_norm,
+    rotary_embedding,
+    silu_and_mul,
+    unpack_linear_weight,
+)
+
+__all__ = [
+    "embedding",
+    "fused_add_rms_norm",
+    "fused_experts",
+    "gated_delta_net",
+    "linear",
+    "pack_expert_weights",
+    "pack_linear_weight",
+    "paged_attention",
+    "repack_expert_weight",
+    "reshape_and_cache",
+    "rms_norm",
+    "rotary_embedding",
+    "silu_and_mul",
+    "unpack_linear_weight",
+]

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators: what each promises, whatever implementation ``table`` has chosen for the device of its first tensor.
+
+Shape letters: T tokens (rows), N output features, K input features, H query heads, J key/value heads, D head size or
+model width, R requests, E experts, S experts of a token, I intermediate size of an expert.
+
+A new operator is its contract here, its twin in ``reference``, its row in ``table``, and what runs it faster.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm.kernels import weights
+from vllm.kernels.table import choose, reference_for
+from vllm.kernels.weights import GDNWeights, PackedExperts, PackedWeight
+
+
+def _run(operator: str, x: Tensor, *args: Any) -> Any:
+    device_type = "cpu" if x.is_cpu else x.device.type
+    try:
+        return choose(device_type)[operator].function(x, *args)
+    except NotImplementedError as refusal:
+        return reference_for(operator, device_type, refusal)(x, *args)
+
+
+def _packer(weight: Tensor, operator: str) -> Any:
+    module = choose(weight.device.type)[operator].module
+    return module if hasattr(module, "pack_linear_weight") else weights
+
+
+def _reader(packed: PackedWeight | PackedExperts) -> Any:
+    if packed.kind == "plain":
+        return weights
+    from vllm.kernels import cpu
+
+    return cpu
+
+
+def linear(x_TK: Tensor, packed: PackedWeight, bias_N: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias`` -> [T, N].
+
+    Args:
+        x_TK: [T, K] of the weight's dtype, T from 0; its rows may be further apart than K.
+        bias_N: [N] of the weight's dtype.
+        out: [T, N], rows contiguous, of the weight's dtype or float32 (then the sums are not rounded).
+    """
+    return _run("linear", x_TK, packed, bias_N, out)
+
+
+def embedding(ids_T: Tensor, packed: PackedWeight) -> Tensor:
+    """Rows ``ids`` (int64 [T], each in [0, N)) of a packed weight -> [T, K]: tied embeddings need no second copy."""
+    return _run("embedding", ids_T, packed)
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, with the roundings of transformers.
+
+    Args:
+        x: [T, D], or [T, H, D] as a view into wider rows; the last dimension contiguous.
+        weight_D: [D] of x's dtype: applied to the normalised value after that is rounded (Llama). float32 beside a
+            narrower x: applied before the one rounding (the ``1 + weight`` of Gemma and Qwen3.5, folded by the caller).
+        out: of x's shape and dtype, may be x itself.
+    """
+    return _run("rms_norm", x, weight_D, eps, out)
+
+
+def fused_add_rms_norm(
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``residual += x`` in place, rounded to its dtype; returns (rms_norm(residual), residual), both [T, D].
+
+    ``out`` may be x itself.
+    """
+    return _run("fused_add_rms_norm", x_TD, residual_TD, weight_D, eps, out)
+
+
+def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """[T, 2 * D] = [gate, up] -> ``silu(gate) * up`` [T, D]; rows may be strided."""
+    return _run("silu_and_mul", x, out)
+
+
+def rotary_embedding(positions_T: Tensor, q_THD: Tensor, k_TJD: Tensor, cos_sin_cache: Tensor) -> None:
+    """Rotates q and k in place, NeoX halves, in float32 with one rounding.
+
+    Args:
+        positions_T: int64 [T], each in [0, P).
+        q_THD, k_TJD: [T, H, D] and [T, J, D], may be views into a fused row; the last dimension contiguous.
+        cos_sin_cache: float32 [P, rot_dim], cosines of the rot_dim / 2 angles, then sines. rot_dim <= D is even; the
+            elements of a head past rot_dim stay as they are.
+    """
+    _run("rotary_embedding", positions_T, q_THD, k_TJD, cos_sin_cache)
+
+
+def reshape_and_cache(
+    k_TJD: Tensor, v_TJD: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping_T: Tensor
+) -> None:
+    """Writes token t to slot ``slot_mapping[t]`` = block * block_size + offset; a token with slot -1 is skipped.
+
+    Args:
+        k_TJD, v_TJD: [T, J, D], may be views into a fused row; the last dimension contiguous.
+        key_cache, value_cache: [num_blocks, J, block_size, D] of the same dtype, a block's head contiguous.
+        slot_mapping_T: int64 [T].
+    """
+    _run("reshape_and_cache", k_TJD, v_TJD, key_cache, value_cache, slot_mapping_T)
+
+
+def paged_attention(
+    q_THD: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    out_THD: Tensor,
+    sliding_window: int = 0,
+    num_reqs: int | None = None,
+) -> None:
+    """Causal grouped-query attention over the paged cache, prefill and decode mixed; the new keys are in the cache.
+
+    Query i of request r has position ``seq_lens[r] - query_len + i`` and sees the keys at ``(position - sliding_window,
+    position]``, or ``[0, position]`` when sliding_window is 0. A slot outside those keys is never part of a sum, so it
+    may hold NaN. Rows [0, query_start_loc[R]) are written, except those of a request with seq_len 0; the rows from
+    query_start_loc[R] on are set to 0.
+
+    Args:
+        q_THD, out_THD: [T, H, D], may be views into wider rows; the last dimension contiguous.
+        key_cache, value_cache: [num_blocks, J, block_size, D], H a multiple of J, a block's head contiguous.
+        block_table: int32 [>= R, max_blocks].
+        query_start_loc: int32 [>= R + 1], rising from 0; seq_lens: int32 [>= R].
+        num_reqs: R; by default ``query_start_loc.shape[0] - 1``.
+    """
+    _run(
+        "paged_attention", q_THD, key_cache, value_cache, block_table, query_start_loc, seq_lens, scale, out_THD,
+        sliding_window, num_reqs,
+    )  # fmt: skip
+
+
+def fused_experts(
+    x_TD: Tensor,
+    w13: PackedExperts,
+    w2: PackedExperts,
+    topk_ids_TS: Tensor,
+    topk_weights_TS: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
+    """SwiGLU experts: ``sum over s of weight[t, s] * w2[e] (silu(gate) * up)``, [gate; up] = w13[e] x[t], e = id[t, s].
+
+    A slot with id -1 is skipped: its weight is not read and may be NaN; a row with no other slots is exactly 0, and
+    nothing its x holds reaches another row. The sum over slots is in float32, in the order of the slots.
+
+    Args:
+        x_TD: [T, D] of the weights' dtype, rows contiguous.
+        w13: ``pack_expert_weights(w [E, 2 * I, D], gated=True)``; w2: ``pack_expert_weights(w [E, D, I])``.
+        topk_ids_TS: int32 or int64 [T, S], each in [-1, E); topk_weights_TS: float32 [T, S].
+        out: [T, D] of x's dtype; may be x itself.
+    """
+    return _run("fused_experts", x_TD, w13, w2, topk_ids_TS, topk_weights_TS, out)
+
+
+def pack_linear_weight(weight_NK: Tensor, into: PackedWeight | None = None) -> PackedWeight:
+    """Packs a weight [N, K] (float32, bfloat16, float16; rows contiguous). The original may be freed afterwards.
+
+    ``into``: a packed weight of the same shape and dtype whose memory the new one takes.
+    """
+    return _packer(weight_NK, "linear").pack_linear_weight(weight_NK, into)
+
+
+def unpack_linear_weight(packed: PackedWeight) -> Tensor:
+    """The weight [N, K] that was packed, bit for bit."""
+    return _reader(packed).unpack_linear_weight(packed)
+
+
+def pack_expert_weights(weight_ENK: Tensor, gated: bool = False) -> PackedExperts:
+    """Packs the experts' weights [E, N, K]; ``gated=True`` for w13, whose N = 2 * I is [gate; up].
+
+    "plain", and not copied, for a weight on another device or where there are no kernels.
+    """
+    return _packer(weight_ENK, "fused_experts").pack_expert_weights(weight_ENK, gated)
+
+
+def repack_expert_weight(packed: PackedExperts, expert: int, weight_NK: Tensor, part: int = 0) -> None:
+    """Put a new weight of one expert, of a gated one its gate (``part`` 0) or up (1) half, in place of the old."""
+    _reader(packed).repack_expert_weight(packed, expert, weight_NK, part)
+
+
+def topk_softmax(
+    router_logits_TE: Tensor, top_k: int, renormalize: bool, num_tokens_unpadded: int
+) -> tuple[Tensor, Tensor]:
+    """Softmax over all experts in fp32, then the ``top_k`` largest (Shazeer et al. 2017; Jiang et al. 2024).
+
+    router_logits [T, E] → weights [T, top_k] fp32, ids [T, top_k] int32. Rows from ``num_tokens_unpadded`` on are
+    padding: id -1 and weight 0, whatever their logits hold. A NaN there would make top-k return one expert many times.
+    """
+    return _run("topk_softmax", router_logits_TE, top_k, renormalize, num_tokens_unpadded)
+
+
+def paged_attention_workspace(
+    device: torch.device,
+    num_tokens: int,
+    max_model_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    dtype: torch.dtype,
+) -> int:
+    """Bytes that ``paged_attention`` allocates for a time, at most, in a step of ``num_tokens`` token rows."""
+    module = choose(device.type)["paged_attention"].module
+    of = getattr(module, "paged_attention_workspace", None)
+    return 0 if of is None else of(num_tokens, max_model_len, num_heads, num_kv_heads, head_size, dtype)
+
+
+def gated_delta_net(
+    x_TN: Tensor,
+    weights: GDNWeights,
+    conv_state: Tensor,
+    recurrent_state: Tensor,
+    query_start_loc: Tensor,
+    state_indices: Tensor,
+    query_start_loc_cpu: Tensor | None = None,
+) -> Tensor:
+    """The gated delta net between its projections: [T, H·E] of x's dtype, prefill and decode mixed; letters and
+    definition are those of ``reference_gdn``.
+
+    Args:
+        x_TN: [T, N], the projection's rows q | k | v | z | b | a.
+        conv_state: [S, K − 1, C] of x's dtype; recurrent_state: [S, H, D, E] fp32. Slots of the step's requests are
+            updated, no other byte is touched.
+        query_start_loc: int32 [R + 1], rising from 0; ``query_start_loc_cpu`` is the same on the host, where given.
+        state_indices: int32 [R], each in [0, S).
+
+    A request's result does not depend on the batch around it.
+    """
+    return _run(
+        "gated_delta_net", x_TN, weights, conv_state, recurrent_state, query_start_loc, state_indices,
+        query_start_loc_cpu,
+    )  # fmt: skip

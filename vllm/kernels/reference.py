@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators in plain torch, for any device: what is right. Contracts and letters are those of ``kernels.ops``.
+
+They ask the device for lengths and counts, so that a step with them waits many times.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllm.kernels.reference_gdn import GDNWeights, delta_rule_chunked, gated_delta_net_ref
+from vllm.kernels.weights import PackedExperts, PackedWeight
+
+_MOST_SCORES = 1 << 24
+
+
+def linear(x_TK: Tensor, packed: PackedWeight, bias_N: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    y = F.linear(x_TK, packed.data, bias_N)
+    return y if out is None else out.copy_(y)
+
+
+def embedding(ids_T: Tensor, packed: PackedWeight) -> Tensor:
+    return F.embedding(ids_T, packed.data)
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    y = weight_D * y.to(x.dtype) if weight_D.dtype is x.dtype else (weight_D * y).to(x.dtype)
+    return y if out is None else out.copy_(y)
+
+
+def fused_add_rms_norm(
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    residual_TD += x_TD
+    return rms_norm(residual_TD, weight_D, eps, out), residual_TD
+
+
+def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    y = F.silu(gate) * up
+    return y if out is None else out.copy_(y)
+
+
+def rotary_embedding(positions_T: Tensor, q_THD: Tensor, k_TJD: Tensor, cos_sin_cache: Tensor) -> None:
+    rot_dim = cos_sin_cache.shape[1]
+    cos, sin = cos_sin_cache[positions_T].unsqueeze(1).chunk(2, dim=-1)
+    for x in (q_THD, k_TJD):
+        a, b = x[..., :rot_dim].to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+        x[..., :rot_dim] = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def reshape_and_cache(
+    k_TJD: Tensor, v_TJD: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping_T: Tensor
+) -> None:
+    block_size = key_cache.shape[2]
+    real = slot_mapping_T >= 0
+    slots = slot_mapping_T[real]
+    block, offset = slots // block_size, slots % block_size
+    key_cache[block, :, offset] = k_TJD[real]
+    value_cache[block, :, offset] = v_TJD[real]
+
+
+def paged_attention(
+    q_THD: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    out_THD: Tensor,
+    sliding_window: int = 0,
+    num_reqs: int | None = None,
+) -> None:
+    """A NaN among a chunk's own new keys or values may reach earlier rows of the chunk."""
+    wide = torch.promote_types(q_THD.dtype, torch.float32)
+    block_size, device = key_cache.shape[2], q_THD.device
+    R = query_start_loc.shape[0] - 1 if num_reqs is None else num_reqs
+    starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
+    for r in range(R):
+        first, last, length = starts[r], starts[r + 1], lengths[r]
+        if length == 0 or first == last:
+            continue
+        begin_key = max(0, length - (last - first) + 1 - sliding_window) if sliding_window else 0
+        key = torch.arange(begin_key, length, device=device)
+        block, offset = block_table[r, key // block_size].long(), key % block_size
+        keys, values = (cache[block, :, offset].transpose(0, 1).to(wide) for cache in (key_cache, value_cache))
+        at_once = _rows_at_once(q_THD.shape[1], length)
+        for begin in range(first, last, at_once):
+            end = min(begin + at_once, last)
+            position = torch.arange(length - (last - begin), length - (last - end), device=device)[:, None]
+            visible = key <= position
+            if sliding_window:
+                visible &= key > position - sliding_window
+            y = F.scaled_dot_product_attention(
+                q_THD[begin:end].transpose(0, 1).to(wide),
+                keys,
+                values,
+                attn_mask=visible,
+                scale=scale,
+                enable_gqa=True,
+            )
+            out_THD[begin:end] = y.transpose(0, 1).to(out_THD.dtype)
+    out_THD[starts[R] :] = 0
+
+
+def paged_attention_workspace(
+    num_tokens: int, max_model_len: int, num_heads: int, num_kv_heads: int, head_size: int, dtype: torch.dtype
+) -> int:
+    rows = min(_rows_at_once(num_heads, max_model_len), num_tokens)
+    # Gathered from the blocks, widened, and repeated for all heads; then mask, scores and weights, queries and result.
+    copies = 2 * head_size * (num_kv_heads * (dtype.itemsize + 4) + 4 * num_heads)
+    return max_model_len * (copies + 24 + rows * (2 + 8 * num_heads)) + rows * num_heads * head_size * 8
+
+
+def _rows_at_once(num_heads: int, length: int) -> int:
+    """Scores of all heads at a time: a long prompt in a long context would take more memory than the cache."""
+    return max(_MOST_SCORES // (num_heads * length), 1)
+
+
+def fused_experts(
+    x_TD: Tensor,
+    w13: PackedExperts,
+    w2: PackedExperts,
+    topk_ids_TS: Tensor,
+    topk_weights_TS: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
+    wide = torch.promote_types(x_TD.dtype, torch.float32)
+    y_TSD = x_TD.new_zeros((*topk_ids_TS.shape, x_TD.shape[1]), dtype=wide)
+    for e in topk_ids_TS[topk_ids_TS >= 0].unique().tolist():
+        token, slot = torch.where(topk_ids_TS == e)
+        h = silu_and_mul(F.linear(x_TD[token], w13.data[e]))
+        y_TSD[token, slot] = F.linear(h, w2.data[e]).to(wide) * topk_weights_TS[token, slot, None]
+    y = torch.zeros_like(x_TD, dtype=wide)
+    for s in range(topk_ids_TS.shape[1]):
+        y += y_TSD[:, s]
+    return y.to(x_TD.dtype) if out is None else out.copy_(y)
+
+
+def topk_softmax(
+    router_logits_TE: Tensor, top_k: int, renormalize: bool, num_tokens_unpadded: int
+) -> tuple[Tensor, Tensor]:
+    chosen = router_logits_TE.float().softmax(-1).topk(top_k)
+    weights, ids = chosen.values, chosen.indices.int()
+    if renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    weights[num_tokens_unpadded:], ids[num_tokens_unpadded:] = 0, -1
+    return weights, ids
+
+
+def gated_delta_net(
+    x_TN: Tensor,
+    weights: GDNWeights,
+    conv_state: Tensor,
+    recurrent_state: Tensor,
+    query_start_loc: Tensor,
+    state_indices: Tensor,
+    query_start_loc_cpu: Tensor | None = None,
+) -> Tensor:
+    return gated_delta_net_ref(
+        x_TN, weights, conv_state, recurrent_state, query_start_loc, state_indices, torch.float32, delta_rule_chunked
+    )
