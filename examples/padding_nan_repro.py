@@ -11,19 +11,15 @@ where the faults were met. The batch is that of the Arc B60 case: prompts of 5, 
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
-
-# A backend that, like the device kernels, leaves rows of no request as they were.
-os.environ["VLLM_ATTENTION_BACKEND"] = "TORCH_PAGED"
 
 from vllm.forward_context import set_forward_context
 from vllm.kernels import ops, reference, reference_gdn, xpu
@@ -99,8 +95,19 @@ def attend(lengths: tuple[int, ...], rows: int, num_reqs: int = 0, cached: int =
 
 
 def unwritten_tail() -> Any:
-    """The fault: nobody writes the rows that belong to no request."""
-    return mock.patch.object(attention, "zero_padding_rows")
+    """The fault: nobody writes the rows that belong to no request, neither the operator, as device kernels, nor the
+    layer."""
+    honest = ops.paged_attention
+
+    def of_real_rows(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, starts: Tensor, *rest: Any) -> None:
+        lengths, scale, out, window = rest
+        real = int(starts[-1])
+        honest(q[:real], keys, values, table, starts, lengths, scale, out[:real], window)
+
+    stack = ExitStack()
+    stack.enter_context(mock.patch.object(attention, "zero_padding_rows"))
+    stack.enter_context(mock.patch.object(ops, "paged_attention", of_real_rows))
+    return stack
 
 
 def judge_rows(output: Tensor, exact: Tensor) -> Result:

@@ -19,6 +19,7 @@ import tiny_models as tiny
 import torch
 from test_step import make_llm as make_rank_llm
 
+from vllm.kernels import ops
 from vllm.v1.debug.nan_trace import NanError
 
 NAN = float("nan")
@@ -199,7 +200,8 @@ def test_the_b60_case_told_right(
         return SimpleNamespace(**{**fields, "num_actual_tokens": fields["num_padded_tokens"]})
 
     monkeypatch.setattr(gpu_model_runner, "CommonAttentionMetadata", raised_count)
-    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "TORCH_PAGED")
+    monkeypatch.setattr(ops, "paged_attention", ops.paged_attention)
+    rank_checks.attend_real_rows_only()
     llm = trace("1", "qwen3.5-moe", compilation_config={"cudagraph_capture_sizes": [4, 30]})
     run(llm, [tiny.prompt(length, seed=10) for length in (5, 5, 8, 8)])
     found = errors(capfd.readouterr().out)

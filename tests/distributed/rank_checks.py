@@ -96,3 +96,17 @@ def backend_calls() -> Iterator[list[str]]:
     finally:
         for module, name, call in originals:
             setattr(module, name, call)
+
+
+def attend_real_rows_only() -> None:
+    """From here on attention leaves rows of no request as they were, as the kernels of devices do."""
+    from vllm.kernels import ops
+
+    honest = ops.paged_attention
+
+    def of_real_rows(q: Any, keys: Any, values: Any, table: Any, starts: Any, *rest: Any) -> None:
+        lengths, scale, out, window = rest
+        real = int(starts[-1])
+        honest(q[:real], keys, values, table, starts, lengths, scale, out[:real], window)
+
+    ops.paged_attention = of_real_rows

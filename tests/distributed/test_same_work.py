@@ -104,8 +104,14 @@ DIFFERENT: dict[str, Any] = {
     "enable_expert_parallel": True, "distributed_executor_backend": "external_launcher", "max_num_batched_tokens": 32,
     "max_num_seqs": 3, "enable_chunked_prefill": False, "async_scheduling": True, "cudagraph_mode": 1,
     "cudagraph_capture_sizes": (8,), "hf_config": "rms_norm_eps", "model": "another", "tokenizer": "org/other",
-    "generation_config": {"eos_token_id": [5]}, "VLLM_ATTENTION_BACKEND": "TORCH_PAGED", "VLLM_CPU_KERNELS": "0",
+    "generation_config": {"eos_token_id": [5]}, "VLLM_ATTENTION_BACKEND": "TORCH_PAGED",
+    "VLLM_KERNELS": "rms_norm=reference",
 }  # fmt: skip
+SHOWN = {
+    "hf_config": "hf_config.rms_norm_eps",
+    "VLLM_ATTENTION_BACKEND": "kernel of reshape_and_cache",
+    "VLLM_KERNELS": "kernel of rms_norm",
+}
 OWN = {"gpu_memory_utilization": 0.5, "kv_cache_memory_bytes": 1 << 20, "served_model_name": "x"}
 
 
@@ -114,6 +120,7 @@ def started_differently(folder: str, other_folder: str) -> dict[str, str]:
     from vllm.distributed import get_world_group, init_distributed_environment
     from vllm.distributed.parallel_state import check_same_on_all_ranks
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.kernels import table
     from vllm.v1.worker.settings import settings_of
 
     init_distributed_environment()
@@ -136,6 +143,7 @@ def started_differently(folder: str, other_folder: str) -> dict[str, str]:
                     patch.setattr(config.model_config.hf_config, value, 0.5)
                 elif name.startswith("VLLM_"):
                     os.environ[name] = value
+                    table.choose.cache_clear()
                 else:
                     value = other_folder if value == "another" else value
                     patch.setitem(vars(fields[name]), name, value)
@@ -146,6 +154,7 @@ def started_differently(folder: str, other_folder: str) -> dict[str, str]:
                 told[name] = str(error)
         os.environ.clear()
         os.environ.update(kept)
+        table.choose.cache_clear()
     return told
 
 
@@ -154,9 +163,7 @@ def test_every_field_that_one_rank_has_otherwise_is_named_on_all(tmp_path: Any) 
     for told in launcher.run_ranks(started_differently, 2, tiny.checkpoint("mixtral"), other, deadline_s=120):
         assert {name for name, message in told.items() if not message} == set(OWN)
         for name in DIFFERENT:
-            shown = {"hf_config": "hf_config.rms_norm_eps", "VLLM_ATTENTION_BACKEND": "attention backend"}.get(
-                name, name
-            )
+            shown = SHOWN.get(name, name)
             shown = shown if name != "generation_config" else "generation_config.eos_token_id"
             assert told[name].startswith(f"{shown} differs between the ranks: ["), told[name]
             assert told[name].endswith(" by rank; start all of them alike")
