@@ -7,13 +7,10 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import os
 import re
 from collections.abc import Callable
 from typing import Any
-
-from vllm.launchers import rank_label
 
 
 def _number(name: str, default: float, kind: Callable[[str], Any] = float) -> Callable[[], Any]:
@@ -107,21 +104,17 @@ _ASKS_FOR_NOTHING = re.compile(
 _OFF = ("", "0", "false", "off", "no")
 
 
-@functools.cache
-def warn_of_unread() -> None:
-    """Log, once in a process, the ``VLLM_*`` variables that nothing reads; under torchrun the first rank does."""
-    unread = []
+def unread() -> list[str]:
+    """The ``VLLM_*`` variables of the environment that nothing reads, each with a known one that is like it."""
+    names = []
     for name in sorted(os.environ):
         value = os.environ[name].strip().lower()
         switched_off = name.startswith("VLLM_USE_") and (value in _OFF or name == "VLLM_USE_V1")
         if not name.startswith("VLLM_") or name in VARIABLES or switched_off or _ASKS_FOR_NOTHING.fullmatch(name):
             continue
         near = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.85)
-        unread.append(f"{name} (did you mean {near[0]}?)" if near else name)
-    if unread and rank_label() in (None, "0"):
-        from vllm.logger import init_logger
-
-        init_logger(__name__).warning("no part of this engine reads %s", ", ".join(unread))
+        names.append(f"{name} (did you mean {near[0]}?)" if near else name)
+    return names
 
 
 # Upstream's that scripts read to learn how the engine works: what they say here, whatever the environment holds.

@@ -350,26 +350,6 @@ def test_case_10_same_rows_on_both_dp_ranks() -> None:
         assert not torch.equal(undispatched, expected)
 
 
-def _logits(counts: list[int]) -> None:
-    _start(2, 2)
-    dp_rank = get_dp_group().rank_in_group
-    inputs = [(_tokens(d, n, torch.bfloat16, 0)[0], torch.rand(n, EXPERTS)) for d, n in enumerate(counts)]
-    inputs = [(h, get_world_group().broadcast(x)) for h, x in inputs]
-    is_pad = torch.arange(counts[dp_rank]) >= counts[dp_rank] - 1
-    for sp_bytes in (ALWAYS, NEVER):
-        manager = AgRsAll2AllManager(get_ep_group(), get_dp_group(), get_tp_group(), sequence_parallel_bytes=sp_bytes)
-        sent = manager.dispatch_router_logits(*inputs[dp_rank], is_pad, counts)
-        assert sent.topk_ids is None
-        real = ~sent.is_pad
-        assert_same(sent.hidden_states[real], torch.cat([h[:-1] for h, _ in inputs]))
-        assert_same(sent.router_logits[real], torch.cat([x[:-1] for _, x in inputs]))
-
-
-@multiprocess
-def test_router_logits_travel_with_a_pad_mask() -> None:
-    launcher.run_ranks(_logits, 4, [5, 2], poison=True)
-
-
 def test_counts_that_were_not_agreed_are_refused() -> None:
     with pytest.raises(AssertionError, match=r"DP rank 1 agreed on 30 rows \(all ranks: \[26, 30\]\) but runs 26"):
         DPMetadata.make([26, 30], 1, 26)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from vllm import envs
-from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.arg_utils import EngineArgs, warn_of_unread
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,18 +25,18 @@ def told(monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> Iter
 
     def lines(**variables: str) -> list[str]:
         log.clear()
-        envs.warn_of_unread.cache_clear()
+        warn_of_unread.cache_clear()
         with monkeypatch.context() as patch:
             for name in [name for name in os.environ if name.startswith("VLLM_") or name in ("RANK", "WORLD_SIZE")]:
                 patch.delenv(name)
             for name, value in variables.items():
                 patch.setenv(name, value)
-            envs.warn_of_unread()
-            envs.warn_of_unread()
+            warn_of_unread()
+            warn_of_unread()
         return [record.getMessage() for record in log.records]
 
     yield lines
-    envs.warn_of_unread.cache_clear()
+    warn_of_unread.cache_clear()
 
 
 def test_unread_variables_are_told_in_one_line(told):
@@ -76,7 +76,7 @@ def test_variables_that_ask_for_something_are_told(told):
 
 def test_the_start_of_an_engine_tells(told, tiny_llama, monkeypatch, log):
     told()
-    envs.warn_of_unread.cache_clear()
+    warn_of_unread.cache_clear()
     monkeypatch.setenv("VLLM_FOO", "1")
     EngineArgs(str(tiny_llama)).create_engine_config()
     assert "VLLM_FOO" in log.text

@@ -88,14 +88,6 @@ class GroupCoordinator:
         self.device_communicator = device_communicator
         self.all2all_manager: AgRsAll2AllManager | None = None
 
-    @property
-    def is_first_rank(self) -> bool:
-        return self.rank_in_group == 0
-
-    @property
-    def is_last_rank(self) -> bool:
-        return self.rank_in_group == self.world_size - 1
-
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         return self.device_communicator.all_reduce(input_)
 
@@ -170,16 +162,6 @@ class GroupCoordinator:
     ) -> DispatchedTokens:
         """EP group only: see :class:`AgRsAll2AllManager`."""
         return self._manager().dispatch(hidden_states, topk_weights, topk_ids, num_tokens_across_dp)
-
-    def dispatch_router_logits(
-        self,
-        hidden_states: torch.Tensor,
-        router_logits: torch.Tensor,
-        is_pad: torch.Tensor | None = None,
-        num_tokens_across_dp: Sequence[int] | None = None,
-    ) -> DispatchedTokens:
-        """EP group only: see :class:`AgRsAll2AllManager`."""
-        return self._manager().dispatch_router_logits(hidden_states, router_logits, is_pad, num_tokens_across_dp)
 
     def combine(
         self, expert_output: torch.Tensor, dispatched: DispatchedTokens, tp_partial: torch.Tensor | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import logging
 import operator
@@ -34,6 +35,15 @@ from vllm.transformers_utils import config as hf
 from vllm.utils.suggestions import nearest
 
 logger = init_logger(__name__)
+
+
+@functools.cache
+def warn_of_unread() -> None:
+    """Log, once in a process, the ``VLLM_*`` variables that nothing reads; under torchrun the first rank does."""
+    unread = envs.unread()
+    if unread and launchers.rank_label() in (None, "0"):
+        logger.warning("no part of this engine reads %s", ", ".join(unread))
+
 
 # Upstream's arguments (release 0.33, and two older ones that scripts still pass) that this engine does not have, each
 # with the values that ask for nothing it lacks.
@@ -298,7 +308,7 @@ class EngineArgs:
         """Everything resolved and checked, nothing allocated. Raises ``ValueError`` with the values and the remedy."""
         if self.async_scheduling:
             raise NotImplementedError("async_scheduling=True is not supported; leave it out")
-        envs.warn_of_unread()
+        warn_of_unread()
         model_config = self.create_model_config()
         return VllmConfig(
             model_config=model_config,

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from vllm.utils.suggestions import nearest
+
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
     """Takes ``--max_model_len`` for ``--max-model-len``, and ``--option.key.sub VALUE`` for JSON (VALUE itself is JSON
@@ -55,3 +57,17 @@ def _json_or_text(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+
+
+class Parser(FlexibleArgumentParser):
+    """Names the nearest option where one is unknown, and takes no abbreviations."""
+
+    def __init__(self, prog: str, description: str) -> None:
+        super().__init__(prog, description=description, allow_abbrev=False)
+
+    def parse_args(self, args=None, namespace=None):  # type: ignore[override]
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            self.error(f"unknown argument {unknown[0]!r}{nearest(name, self._option_string_actions)}")
+        return parsed

@@ -65,17 +65,12 @@ class DispatchedTokens:
 
     Attributes:
         hidden_states: ``[R, H]``.
-        topk_weights, topk_ids: ``[R, K]``; padding rows have id -1 and weight 0. None after
-            ``dispatch_router_logits``.
-        router_logits: ``[R, E]`` after ``dispatch_router_logits``, else None.
-        is_pad: bool ``[R]`` after ``dispatch_router_logits``, True for rows that must not be routed; else None.
+        topk_weights, topk_ids: ``[R, K]``; padding rows have id -1 and weight 0.
     """
 
     hidden_states: torch.Tensor
-    topk_weights: torch.Tensor | None
-    topk_ids: torch.Tensor | None
-    router_logits: torch.Tensor | None
-    is_pad: torch.Tensor | None
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
     route: DispatchRoute
 
 
@@ -129,27 +124,7 @@ class AgRsAll2AllManager:
         (hidden, weights, ids), route = self._gather(
             (hidden_states, topk_weights, topk_ids), (0, 0, -1), num_tokens_across_dp
         )
-        return DispatchedTokens(hidden, weights, ids, None, None, route)
-
-    def dispatch_router_logits(
-        self,
-        hidden_states: torch.Tensor,
-        router_logits: torch.Tensor,
-        is_pad: torch.Tensor | None = None,
-        num_tokens_across_dp: Sequence[int] | None = None,
-    ) -> DispatchedTokens:
-        """As :meth:`dispatch`, for experts that route after the exchange.
-
-        Args:
-            router_logits: ``[N, E]``.
-            is_pad: bool ``[N]``, True for padding rows; None when every row is a token.
-        """
-        if is_pad is None:
-            is_pad = torch.zeros(hidden_states.shape[0], dtype=torch.bool, device=hidden_states.device)
-        (hidden, logits, pad), route = self._gather(
-            (hidden_states, router_logits, is_pad), (0, 0, True), num_tokens_across_dp
-        )
-        return DispatchedTokens(hidden, None, None, logits, pad, route)
+        return DispatchedTokens(hidden, weights, ids, route)
 
     def combine(
         self, expert_output: torch.Tensor, dispatched: DispatchedTokens, tp_partial: torch.Tensor | None = None

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
-from vllm.entrypoints.cli.main import Parser
 from vllm.entrypoints.llm import LLM
 from vllm.sampling_params import SamplingParams
+from vllm.utils.argparse_utils import Parser
 from vllm.v1.engine.llm_engine import EngineStats
 from vllm.v1.kv_cache_interface import AttentionSpec
 

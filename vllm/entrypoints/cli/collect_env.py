@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from vllm import __version__, envs
-from vllm.entrypoints.cli.main import Parser
 from vllm.platforms import PLATFORMS, current_platform, get_platform, host_limits
+from vllm.utils.argparse_utils import Parser
 
 _PACKAGES = (
     "torch transformers tokenizers safetensors gguf numpy jinja2 triton lm-eval intel-extension-for-pytorch "

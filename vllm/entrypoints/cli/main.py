@@ -7,22 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.suggestions import nearest
-
-
-class Parser(FlexibleArgumentParser):
-    """Names the nearest option where one is unknown, and takes no abbreviations."""
-
-    def __init__(self, prog: str, description: str) -> None:
-        super().__init__(prog, description=description, allow_abbrev=False)
-
-    def parse_args(self, args=None, namespace=None):  # type: ignore[override]
-        parsed, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            name = unknown[0].partition("=")[0]
-            self.error(f"unknown argument {unknown[0]!r}{nearest(name, self._option_string_actions)}")
-        return parsed
 
 
 def _throughput(argv: Sequence[str]) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the decoder-only models share: embedding, the stack of layers, final norm, output head."""
+"""A decoder with its output head, and how checkpoints name and hold its weights."""
 
 from __future__ import annotations
 
@@ -13,45 +13,13 @@ import torch
 from torch import nn
 
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.rotary_embedding import get_rope
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.weight_update import drop_weights, move_weights, update_weights
+from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.parameter import WeightSpec, collect_weight_specs
 
 if TYPE_CHECKING:
     from vllm.model_executor.model_loader.weight_utils import StoredTensor
-
-
-class DecoderModel(nn.Module):
-    """Token ids [T] and positions [T] → hidden states [T, hidden].
-
-    ``layer_cls(vllm_config, rope, prefix)`` maps (positions, update, stream) to (update, stream): the residual stream,
-    and what its last block has yet to add to it.
-    """
-
-    layer_cls: ClassVar[type[nn.Module]]
-    zero_centered_norm: ClassVar[bool] = False
-    partial_rotary: ClassVar[bool] = False
-
-    def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
-        super().__init__()
-        model_config = vllm_config.model_config
-        config, dtype = model_config.hf_config, model_config.dtype
-        self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, dtype, f"{prefix}.embed_tokens"
-        )
-        rope = get_rope(config, model_config.max_model_len, self.partial_rotary)
-        self.layers = nn.ModuleList(
-            self.layer_cls(vllm_config, rope, f"{prefix}.layers.{i}") for i in range(config.num_hidden_layers)
-        )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, f"{prefix}.norm", self.zero_centered_norm)
-
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        update, stream = None, self.embed_tokens(input_ids)
-        for layer in self.layers:
-            update, stream = layer(positions, update, stream)
-        return self.norm.add(update, stream)[0]
 
 
 class CausalLM(nn.Module):

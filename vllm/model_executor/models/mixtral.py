@@ -13,8 +13,8 @@ from vllm.model_executor.layers.activation import check_hidden_act
 from vllm.model_executor.layers.fused_moe import FusedMoE
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
-from vllm.model_executor.models.causal_lm import CausalLM, DecoderModel
-from vllm.model_executor.models.llama import DecoderLayer, LlamaAttention
+from vllm.model_executor.models.causal_lm import CausalLM
+from vllm.model_executor.models.decoder import DecoderAttention, DecoderLayer, DecoderModel
 
 
 class MixtralMoE(nn.Module):
@@ -45,7 +45,7 @@ class MixtralDecoderLayer(DecoderLayer):
         super().__init__()
         config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
         check_hidden_act(config.hidden_act)
-        self.self_attn = LlamaAttention(
+        self.self_attn = DecoderAttention(
             config, rope, dtype, f"{prefix}.self_attn", sliding_window=config.sliding_window
         )
         self.mlp = MixtralMoE(vllm_config, f"{prefix}.block_sparse_moe")

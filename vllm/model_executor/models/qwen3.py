@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.model_executor.models.causal_lm import CausalLM, DecoderModel
+from vllm.model_executor.models.causal_lm import CausalLM
+from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.models.llama import LlamaDecoderLayer
 
 

@@ -13,8 +13,8 @@ from vllm.model_executor.layers.activation import check_hidden_act
 from vllm.model_executor.layers.fused_moe import FusedMoE
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
-from vllm.model_executor.models.causal_lm import CausalLM, DecoderModel
-from vllm.model_executor.models.llama import DecoderLayer, LlamaAttention, LlamaMLP
+from vllm.model_executor.models.causal_lm import CausalLM
+from vllm.model_executor.models.decoder import DecoderAttention, DecoderLayer, DecoderModel, GatedMLP
 
 
 class Qwen3MoeSparseMoeBlock(nn.Module):
@@ -56,7 +56,7 @@ class Qwen3MoeDecoderLayer(DecoderLayer):
         config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
         check_hidden_act(config.hidden_act)
         index = int(prefix.rsplit(".", 1)[1])
-        self.self_attn = LlamaAttention(
+        self.self_attn = DecoderAttention(
             config,
             rope,
             dtype,
@@ -68,7 +68,7 @@ class Qwen3MoeDecoderLayer(DecoderLayer):
         self.mlp = (
             Qwen3MoeSparseMoeBlock(vllm_config, f"{prefix}.mlp", bool(config.norm_topk_prob))
             if has_experts(config, index)
-            else LlamaMLP(config.hidden_size, config.intermediate_size, dtype, f"{prefix}.mlp")
+            else GatedMLP(config.hidden_size, config.intermediate_size, dtype, f"{prefix}.mlp")
         )
         self.make_norms(config, dtype, prefix)
 

@@ -16,8 +16,8 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import QKVParallelLinear, ReplicatedLinear, RowParallelLinear
 from vllm.model_executor.layers.mamba.gdn_linear_attn import GatedDeltaNet
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
-from vllm.model_executor.models.causal_lm import CausalLM, DecoderModel
-from vllm.model_executor.models.llama import DecoderLayer, LlamaMLP
+from vllm.model_executor.models.causal_lm import CausalLM
+from vllm.model_executor.models.decoder import DecoderLayer, DecoderModel, GatedMLP
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeSparseMoeBlock, has_experts
 
 
@@ -76,7 +76,7 @@ class Qwen3NextSparseMoeBlock(Qwen3MoeSparseMoeBlock):
         config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
         hidden, inner = config.hidden_size, config.shared_expert_intermediate_size
         self.shared_expert_gate = ReplicatedLinear(hidden, 1, False, dtype, f"{prefix}.shared_expert_gate")
-        self.shared_expert = LlamaMLP(hidden, inner, dtype, f"{prefix}.shared_expert", reduce_results=False)
+        self.shared_expert = GatedMLP(hidden, inner, dtype, f"{prefix}.shared_expert", reduce_results=False)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         shared = self.shared_expert(hidden_states).mul_(self.shared_expert_gate(hidden_states).sigmoid())
@@ -107,7 +107,7 @@ class Qwen3NextDecoderLayer(DecoderLayer):
         self.mlp = (
             Qwen3NextSparseMoeBlock(vllm_config, f"{prefix}.mlp", renormalize)
             if sparse
-            else LlamaMLP(config.hidden_size, config.intermediate_size, dtype, f"{prefix}.mlp")
+            else GatedMLP(config.hidden_size, config.intermediate_size, dtype, f"{prefix}.mlp")
         )
         self.make_norms(config, dtype, prefix, zero_centered=True)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm.entrypoints.cli.main import Parser
+from vllm.utils.argparse_utils import Parser
 from vllm.v1.debug.html import draw
 from vllm.v1.debug.ledger import agreed_fields, clock, describe, disagreements, name_ranks
 

@@ -130,8 +130,6 @@ class FusedMoE(nn.Module):
             tp_partial[plan.num_tokens_unpadded :] = 0
         ep = get_ep_group()
         sent = ep.dispatch(hidden_states, weights, ids)
-        assert sent.topk_weights is not None
-        assert sent.topk_ids is not None
         return ep.combine(self.experts(sent.hidden_states, sent.topk_weights, sent.topk_ids), sent, tp_partial)
 
     def experts(self, hidden_states: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
