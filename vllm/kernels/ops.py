@@ -9,6 +9,7 @@ A new operator is its contract here, its twin in ``reference``, its row in ``tab
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -27,17 +28,27 @@ def _run(operator: str, x: Tensor, *args: Any) -> Any:
         return reference_for(operator, device_type, refusal)(x, *args)
 
 
+@functools.cache
+def _cpu() -> Any:
+    from vllm.kernels import cpu
+
+    return cpu
+
+
+def _run_packed(operator: str, packed: PackedWeight | PackedExperts, x: Tensor, *args: Any) -> Any:
+    """Panels are read by the kernels that packed them, whatever has been chosen since."""
+    if packed.kind == "panels":
+        return getattr(_cpu(), operator)(x, *args)
+    return _run(operator, x, *args)
+
+
 def _packer(weight: Tensor, operator: str) -> Any:
     module = choose(weight.device.type)[operator].module
     return module if hasattr(module, "pack_linear_weight") else weights
 
 
 def _reader(packed: PackedWeight | PackedExperts) -> Any:
-    if packed.kind == "plain":
-        return weights
-    from vllm.kernels import cpu
-
-    return cpu
+    return weights if packed.kind == "plain" else _cpu()
 
 
 def linear(x_TK: Tensor, packed: PackedWeight, bias_N: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -48,12 +59,12 @@ def linear(x_TK: Tensor, packed: PackedWeight, bias_N: Tensor | None = None, out
         bias_N: [N] of the weight's dtype.
         out: [T, N], rows contiguous, of the weight's dtype or float32 (then the sums are not rounded).
     """
-    return _run("linear", x_TK, packed, bias_N, out)
+    return _run_packed("linear", packed, x_TK, packed, bias_N, out)
 
 
 def embedding(ids_T: Tensor, packed: PackedWeight) -> Tensor:
     """Rows ``ids`` (int64 [T], each in [0, N)) of a packed weight -> [T, K]: tied embeddings need no second copy."""
-    return _run("embedding", ids_T, packed)
+    return _run_packed("embedding", packed, ids_T, packed)
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -159,7 +170,7 @@ def fused_experts(
         topk_ids_TS: int32 or int64 [T, S], each in [-1, E); topk_weights_TS: float32 [T, S].
         out: [T, D] of x's dtype; may be x itself.
     """
-    return _run("fused_experts", x_TD, w13, w2, topk_ids_TS, topk_weights_TS, out)
+    return _run_packed("fused_experts", w13, x_TD, w13, w2, topk_ids_TS, topk_weights_TS, out)
 
 
 def pack_linear_weight(weight_NK: Tensor, into: PackedWeight | None = None) -> PackedWeight:

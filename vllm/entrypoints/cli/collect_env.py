@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from vllm import __version__, envs
+from vllm.kernels.table import choose
 from vllm.platforms import PLATFORMS, current_platform, get_platform, host_limits
 from vllm.utils.argparse_utils import Parser
 
@@ -102,7 +103,13 @@ def _communication() -> dict[str, Any]:
 
 def _kernels() -> dict[str, Any]:
     folder = Path(envs.VLLM_CACHE_ROOT) / "kernels"
-    return {"folder": str(folder), "built": sorted(path.name for path in folder.glob("*.so"))}
+    found: dict[str, Any] = {"folder": str(folder), "built": sorted(path.name for path in folder.glob("*.so"))}
+    try:
+        choices = choose(current_platform.device_type).values()
+        found |= {choice.operator: f"{choice.implementation} ({choice.reason})" for choice in choices}
+    except ValueError as error:
+        found["error"] = str(error)
+    return found
 
 
 def _variables() -> dict[str, str]:

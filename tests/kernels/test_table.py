@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which implementation is chosen, what the environment can change, and what happens where one refuses."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm.entrypoints.cli import collect_env
+from vllm.kernels import cpu, ops, packages, reference, table
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str]]:
+    """``chosen(device, NAME="value")``: operator → implementation under these variables."""
+
+    def choose(device: str = "cpu", **variables: str) -> dict[str, str]:
+        for name in ("VLLM_KERNELS", "VLLM_ATTENTION_BACKEND"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        table.choose.cache_clear()
+        return {name: choice.implementation for name, choice in table.choose(device).items()}
+
+    return choose
+
+
+def packages_with(*present: str) -> Callable[[str], Any]:
+    def find(module: str) -> Any:
+        return SimpleNamespace() if module in present else None
+
+    return find
+
+
+def test_every_operator_has_contract_twin_and_row() -> None:
+    public = {name for name, x in vars(ops).items() if inspect.isfunction(x) and x.__module__ == ops.__name__}
+    helpers = {"pack_linear_weight", "unpack_linear_weight", "pack_expert_weights", "repack_expert_weight"}
+    assert {name for name in public if not name.startswith("_")} == {
+        *table.TABLE,
+        *helpers,
+        "paged_attention_workspace",
+    }
+    for operator in table.TABLE:
+        assert getattr(ops, operator).__doc__, f"{operator} has no contract"
+        expected = [*inspect.signature(getattr(ops, operator)).parameters]
+        for module in (reference, cpu):
+            if hasattr(module, operator):
+                assert [*inspect.signature(getattr(module, operator)).parameters] == expected, (module, operator)
+        assert hasattr(reference, operator)
+
+
+def test_choices_without_any_variable(chosen: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"topk_softmax": "reference"}
+    assert chosen("cpu") == {operator: own.get(operator, "cpu") for operator in table.TABLE}
+    assert set(chosen("meta").values()) == {"reference"}
+    monkeypatch.setattr(table, "kernel_package", packages_with())
+    assert set(chosen("cuda").values()) == {"reference"}
+    reasons = {choice.reason for choice in table.choose("xpu").values()}
+    assert any("vllm-xpu-kernels is not installed" in reason for reason in reasons)
+
+
+def test_names_of_the_environment(chosen: Callable[..., dict[str, str]]) -> None:
+    assert set(chosen(VLLM_KERNELS="reference").values()) == {"reference"}
+    one = chosen(VLLM_KERNELS="rms_norm = reference, silu_and_mul=reference")
+    assert {name for name, used in one.items() if used == "reference"} == {"rms_norm", "silu_and_mul", "topk_softmax"}
+    both = chosen(VLLM_KERNELS="reference,paged_attention=cpu")
+    assert {name for name, used in both.items() if used == "cpu"} == {"paged_attention"}
+    backend = chosen(VLLM_ATTENTION_BACKEND="TORCH_PAGED")
+    assert {name for name, used in backend.items() if used == "reference"} == {*table.ATTENTION, "topk_softmax"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (
+            "VLLM_KERNELS",
+            "trition",
+            r"there is no implementation 'trition'; the nearest is 'triton'; known: cpu, triton",
+        ),
+        ("VLLM_KERNELS", "rmsnorm=cpu", r"there is no operator 'rmsnorm'; the nearest is 'rms_norm'; known: linear"),
+        ("VLLM_KERNELS", "xpu", r"xpu was asked for, but vllm-xpu-kernels run on XPUs, not on cpu"),
+        ("VLLM_KERNELS", "topk_softmax=cpu", r"topk_softmax=cpu was asked for, but cpu has no topk_softmax"),
+        ("VLLM_ATTENTION_BACKEND", "FLASHINFER", r"'FLASHINFER' is unknown; known: CPU_ATTN, FLASH_ATTN, TORCH_PAGED"),
+    ],
+)
+def test_names_that_cannot_be_honoured(
+    name: str, value: str, message: str, chosen: Callable[..., dict[str, str]]
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        chosen(**{name: value})
+    assert collect_env.collect()["kernels"]["error"], "the report says so and goes on"
+
+
+def test_triton_on_the_cpu_needs_its_interpreter(
+    chosen: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="need TRITON_INTERPRET=1 in the environment"):
+        chosen(VLLM_KERNELS="triton")
+    monkeypatch.setattr(table.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="triton is not installed"):
+        chosen(VLLM_KERNELS="triton")
+
+
+def test_a_refusal_runs_the_twin_and_is_said_once(
+    chosen: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    def refuses(*args: Any) -> None:
+        raise NotImplementedError("rows of 48 elements: only powers of two")
+
+    monkeypatch.setattr(cpu, "rms_norm", refuses)
+    chosen()
+    x, weight = torch.randn(3, 48), torch.rand(48)
+    for _ in range(3):
+        assert torch.equal(ops.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
+    said = [record.getMessage() for record in log.records if "rows of 48" in record.getMessage()]
+    assert len(said) == 1
+    assert "plain torch runs in its place" in said[0]
+
+
+def test_weights_are_read_by_what_packed_them(chosen: Callable[..., dict[str, str]]) -> None:
+    """An engine whose weights were packed under other choices still gets right answers."""
+    weight, x = torch.randn(24, 16), torch.randn(5, 16)
+    panels = ops.pack_linear_weight(weight)
+    chosen(VLLM_KERNELS="reference")
+    plain = ops.pack_linear_weight(weight)
+    assert (panels.kind, plain.kind) == ("panels", "plain")
+    for _ in range(2):
+        for packed in (panels, plain):
+            torch.testing.assert_close(ops.linear(x, packed), x @ weight.T)
+            assert torch.equal(ops.embedding(torch.tensor([3, 23]), packed), weight[[3, 23]])
+        chosen()
+
+
+def test_the_report_lists_the_choices(chosen: Callable[..., dict[str, str]]) -> None:
+    chosen()
+    kernels = collect_env.collect()["kernels"]
+    assert kernels["rms_norm"] == "cpu (first choice)"
+    assert kernels["topk_softmax"] == "reference (the only one)"
+
+
+def test_packages_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    packages.kernel_package.cache_clear()
+    tried: list[str] = []
+    monkeypatch.setattr(packages.importlib, "import_module", lambda name: tried.append(name) or SimpleNamespace())
+    try:
+        assert all(packages.kernel_package("some.kernels") is not None for _ in range(5))
+    finally:
+        packages.kernel_package.cache_clear()
+    assert tried == ["some.kernels"]
