@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from vllm.entrypoints.cli import collect_env
-from vllm.kernels import cpu, ops, packages, reference, table
+from vllm.kernels import checks, cpu, ops, packages, reference, table
 
 
 @pytest.fixture
@@ -153,3 +153,39 @@ def test_packages_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         packages.kernel_package.cache_clear()
     assert tried == ["some.kernels"]
+
+
+@pytest.mark.parametrize("operator", table.TABLE)
+def test_checks_pass_what_is_right_and_see_what_is_wrong(operator: str) -> None:
+    honest = getattr(cpu, operator, getattr(reference, operator))
+    packs = {"linear", "embedding", "fused_experts"}
+    assert checks.failure(operator, getattr(reference, operator) if operator in packs else honest, "cpu") is None
+
+    def wrong(*args: Any) -> Any:
+        out = getattr(reference, operator)(*args)
+        touched = [x for x in (out if isinstance(out, tuple) else (out,)) if isinstance(x, torch.Tensor)]
+        (touched or [x for x in args if isinstance(x, torch.Tensor) and x.is_floating_point()])[-1][-1] += 1
+        return out
+
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("no kernel image is available")
+
+    assert "is wrong in" in (checks.failure(operator, wrong, "cpu") or "")
+    assert checks.failure(operator, fails, "cpu") == "RuntimeError: no kernel image is available"
+
+
+def test_a_kernel_that_fails_its_check_is_not_taken(
+    chosen: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    stand_in = SimpleNamespace(**{operator: getattr(reference, operator) for operator in table.TABLE})
+    stand_in.silu_and_mul = lambda *args: 1 / 0
+    module = table._module
+    monkeypatch.setattr(table, "_module", lambda name: stand_in if name == "triton" else module(name))
+    monkeypatch.setattr(table, "why_not", lambda name, device: None if name in ("triton", "reference") else "absent")
+    monkeypatch.setattr(
+        checks, "failure", lambda op, function, device, check=checks.failure: check(op, function, "cpu")
+    )
+    used = chosen("cuda")
+    assert used["rms_norm"] == "triton"
+    assert used["silu_and_mul"] == "reference"
+    assert "silu_and_mul by triton fails its check on cuda: ZeroDivisionError" in log.text

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which implementation runs which operator on which device.
 
-For each device type the first implementation of a row that is usable here is taken, once, when the device's first
-operator runs; ``reference`` is plain torch and always usable. ``VLLM_KERNELS`` puts others first: one name for all
+For each device type the first implementation of a row that is installed and passes its check (``checks``) is taken,
+once, when the device's first operator runs; ``reference`` is plain torch and always usable. ``VLLM_KERNELS`` puts others first: one name for all
 operators that it has (``VLLM_KERNELS=reference``), ``operator=implementation`` for one, several with commas.
 ``VLLM_ATTENTION_BACKEND`` does so for attention, by upstream's names. ``vllm collect-env`` prints the choices.
 """
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm import envs
+from vllm.kernels import checks
 from vllm.kernels.packages import kernel_package
 from vllm.logger import init_logger
 from vllm.utils.suggestions import nearest
@@ -164,7 +165,14 @@ def _obstacle(implementation: str, operator: str, device_type: str) -> str | Non
     module = _module(implementation)
     if not hasattr(module, operator):
         return f"{implementation} has no {operator}"
-    return module.why_not(operator) if hasattr(module, "why_not") else None
+    if hasattr(module, "why_not") and (missing := module.why_not(operator)) is not None:
+        return missing
+    if implementation in ("cpu", "reference") or device_type == "cpu":
+        return None  # the law itself, and what the test suite runs on this very processor
+    wrong = checks.failure(operator, getattr(module, operator), device_type)
+    if wrong is not None:
+        logger.warning("%s by %s fails its check on %s: %s", operator, implementation, device_type, wrong)
+    return None if wrong is None else f"{implementation} fails its check: {wrong}"
 
 
 def _module(implementation: str) -> Any:

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A quick check of each operator: one small case on the device against plain torch, before the table takes a kernel.
+
+A kernel that does not compile on this card, or whose package has other habits than it was written for, then shows at
+the start and not in an answer. The cases have pad rows, a request without rows and unwritten cache slots, all NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm.kernels import reference, weights
+from vllm.kernels.padding import NULL_BLOCK, PAD_EXPERT, PAD_SLOT, PAD_STATE_SLOT
+from vllm.kernels.weights import GDNWeights
+
+NAN = float("nan")
+DTYPE = torch.bfloat16
+TOLERANCE = 3e-2  # a few roundings of bfloat16 at magnitudes about 1
+ROWS, REAL = 9, 7
+
+
+def failure(operator: str, function: Callable[..., Any], device_type: str) -> str | None:
+    """What ``function`` does wrong as ``operator`` on a device of this type, None where it does nothing wrong."""
+    case = _CASES[operator]
+    given, right = case(device_type), case(device_type)
+    expected = _results(getattr(reference, operator)(*right), right)
+    try:
+        got = _results(function(*given), given)
+    except Exception as error:  # a kernel that cannot run may raise anything, and the next in the table is taken
+        return f"{type(error).__name__}: {error}"
+    for number, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
+        off = ((ours - theirs).abs() > TOLERANCE * (1 + theirs.abs())) | (ours.isnan() != theirs.isnan())
+        if off.any():
+            return f"tensor {number} of its result is wrong in {int(off.sum())} of {off.numel()} elements"
+    return None
+
+
+def _results(out: Any, args: tuple[Any, ...]) -> list[Tensor]:
+    """All that an operator can have written, its result and its arguments, in fp64 on the host."""
+    outs = out if isinstance(out, tuple) else (out,)
+    return [x.cpu().double() for x in (*outs, *args) if isinstance(x, Tensor)]
+
+
+def _randn(device: str, *shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
+
+
+def _ints(device: str, values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+def _pads(x: Tensor) -> Tensor:
+    x[REAL:] = NAN
+    return x
+
+
+def _paged(device: str) -> tuple[Any, ...]:
+    """Requests of 4, 0 and 3 rows over 20, 0 and 3 tokens in blocks of 16."""
+    J, D, block_size = 2, 64, 16
+    keys, values = (_randn(device, 5, J, block_size, D) for _ in range(2))
+    for cache in (keys, values):
+        cache[NULL_BLOCK] = NAN
+        cache[2, :, 4:], cache[3, :, 3:], cache[4] = NAN, NAN, NAN
+    out = torch.full((ROWS, 4, D), NAN, dtype=DTYPE, device=device)
+    return (
+        _pads(_randn(device, ROWS, 4, D)), keys, values, _ints(device, [[1, 2], [NULL_BLOCK, NULL_BLOCK], [3, 0]]),
+        _ints(device, [0, 4, 4, 7]), _ints(device, [20, 0, 3]), 0.125, out,
+    )  # fmt: skip
+
+
+def _cached(device: str) -> tuple[Any, ...]:
+    keys, values = (torch.full((4, 2, 16, 64), NAN, dtype=DTYPE, device=device) for _ in range(2))
+    slots = _ints(device, [16, 17, 40, 63, 62, 20, 33, PAD_SLOT, PAD_SLOT], torch.int64)
+    return _pads(_randn(device, ROWS, 2, 64)), _pads(_randn(device, ROWS, 2, 64)), keys, values, slots
+
+
+def _experts(device: str) -> tuple[Any, ...]:
+    E, D, inner = 4, 64, 32
+    w13 = weights.pack_expert_weights(_randn(device, E, 2 * inner, D) / 8, gated=True)
+    w2 = weights.pack_expert_weights(_randn(device, E, D, inner) / 8)
+    ids = _ints(device, [[0, 2], [PAD_EXPERT, 1], [2, 0], [2, 3], [0, PAD_EXPERT], [3, 2], [2, 0]])
+    ids = torch.cat([ids, torch.full_like(ids[:2], PAD_EXPERT)])
+    shares = _randn(device, ROWS, 2, dtype=torch.float32).abs()
+    shares[ids < 0] = NAN
+    return _pads(_randn(device, ROWS, D)), w13, w2, ids, shares
+
+
+def _delta_net(device: str) -> tuple[Any, ...]:
+    G, H, D, E, K = 2, 4, 64, 64, 4
+    C, slots = 2 * G * D + H * E, 4
+
+    def small(*shape: int) -> Tensor:
+        return _randn(device, *shape, dtype=torch.float32) / 4
+
+    of = GDNWeights(small(K, C), small(H).exp(), small(H + 1)[1:].contiguous(), small(E), 1e-6, G, D)
+    conv, state = _randn(device, slots, K - 1, C), small(slots, H, D, E)
+    conv[PAD_STATE_SLOT], state[PAD_STATE_SLOT], conv[3], state[3] = NAN, NAN, NAN, NAN
+    x = _pads(_randn(device, ROWS, C + H * E + 2 * H))
+    starts = _ints(device, [0, 4, 7, 7])
+    return x, of, conv, state, starts, _ints(device, [2, 1, PAD_STATE_SLOT]), starts.cpu()
+
+
+def _rotated(device: str) -> tuple[Any, ...]:
+    positions = _ints(device, [5, 6, 7, 8, 0, 1, 2, 0, 0], torch.int64)
+    angles = torch.arange(16, device="cpu")[:, None] * torch.tensor([1.0] * 8 + [0.1] * 8, device="cpu")
+    table = torch.cat((angles.cos(), angles.sin()), dim=1).to(device)
+    return positions, _randn(device, ROWS, 4, 64), _randn(device, ROWS, 2, 64), table
+
+
+def _linear(device: str) -> tuple[Any, ...]:
+    return _randn(device, ROWS, 64) / 8, weights.pack_linear_weight(_randn(device, 32, 64))
+
+
+_CASES: dict[str, Callable[[str], tuple[Any, ...]]] = {
+    "linear": _linear,
+    "embedding": lambda d: (_ints(d, [3, 0, 31], torch.int64), weights.pack_linear_weight(_randn(d, 32, 64))),
+    "rms_norm": lambda d: (_randn(d, ROWS, 3, 64), _randn(d, 64), 1e-6),
+    "fused_add_rms_norm": lambda d: (_randn(d, ROWS, 64), _randn(d, ROWS, 64) + 1, _randn(d, 64), 1e-6),
+    "silu_and_mul": lambda d: (_randn(d, ROWS, 128),),
+    "rotary_embedding": _rotated,
+    "reshape_and_cache": _cached,
+    "paged_attention": _paged,
+    "topk_softmax": lambda d: (_pads(_randn(d, ROWS, 16, dtype=torch.float32) * 3), 4, True, REAL),
+    "fused_experts": _experts,
+    "gated_delta_net": _delta_net,
+}
