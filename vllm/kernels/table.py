@@ -2,10 +2,10 @@
 """Which implementation runs which operator on which device.
 
 For each device type the first implementation of a row that is installed and passes its check (``checks``) is taken,
-once, when the device's first operator runs; ``reference`` is plain torch and always usable. ``VLLM_KERNELS`` puts others
-first: one name for all operators that it has (``VLLM_KERNELS=reference``), ``operator=implementation`` for one, several
-with commas. ``VLLM_ATTENTION_BACKEND`` does so for attention, by upstream's names. ``vllm collect-env`` prints the
-choices.
+once, when the device's first operator runs; ``reference`` is plain torch and always usable. ``VLLM_KERNELS`` puts
+others first: one name for all operators that it has (``VLLM_KERNELS=reference``), ``operator=implementation`` for one,
+several with commas. ``VLLM_ATTENTION_BACKEND`` does so for attention, by upstream's names. ``vllm collect-env`` prints
+the choices.
 """
 
 from __future__ import annotations
