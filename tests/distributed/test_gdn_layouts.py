@@ -162,8 +162,8 @@ def walk_to_num_actual_tokens() -> None:
 
 FAULTS: dict[str, tuple[Callable[[], None], ...]] = {
     "none": (),
-    "fix 2": (put_fix_2_back,),
-    "fix 2, walking kernel": (put_fix_2_back, walk_to_num_actual_tokens),
+    "fix 2": (put_fix_2_back, rank_checks.attend_real_rows_only),
+    "fix 2, walking kernel": (put_fix_2_back, rank_checks.attend_real_rows_only, walk_to_num_actual_tokens),
 }
 
 
@@ -196,7 +196,7 @@ def b60(folder: str, fault: str) -> dict[str, Any]:
 
 
 def run_b60(name: str, fault: str, backend: str = "TORCH_PAGED") -> tuple[list[dict[str, Any]], list[list[Any]]]:
-    """The ranks' findings and transformers' tokens. The attention backend leaves rows of no request as they were."""
+    """The ranks' findings and transformers' tokens."""
     env = {"VLLM_POLICIES": "xpu", "VLLM_ATTENTION_BACKEND": backend}
     found = launcher.run_ranks(b60, 2, hybrids.checkpoint(name), fault, env=env, poison=True, deadline_s=120)
     expected = [[hybrids.greedy(name, prompt, 8) for prompt in load_of("b60", rank, 2)[0]] for rank in range(2)]

@@ -96,7 +96,7 @@ def _explain_wait(
     missing_for = {r: [m for m in e["ranks"] if m not in by_call[e["group"], e["seq"]]] for r, e in stuck.items()}
     path = [min(stuck, key=lambda rank: (not missing_for[rank], stuck[rank]["start"]))]
     while len(set(path)) == len(path) and missing_for.get(path[-1]):
-        path.append(min(missing_for[path[-1]], key=lambda rank: rank in stuck))
+        path.append(min(missing_for[path[-1]], key=lambda rank: (rank in path, rank not in stuck)))
     entry = stuck[path[-2] if len(path) > 1 else path[0]]
     group, seq = entry["group"], entry["seq"]
     newest = max(ledger.about["alive"] for ledger in ledgers.values())
