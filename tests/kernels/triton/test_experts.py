@@ -3,6 +3,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -13,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.kernels import reference
 from vllm.kernels.weights import PackedExperts
 
-pytest.importorskip("triton", reason="triton is not installed")
+pytest.importorskip("triton.language", reason="triton is not installed")
 from triton.runtime.interpreter import interpreter_builder
 
 from vllm.kernels.triton import experts
@@ -93,7 +98,9 @@ def check(device: str, dtype: torch.dtype, T: int, E: int, I: int, D: int, S: in
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("T", "E", "I", "D", "S"), [(1, 8, 24, 32, 2), (9, 3, 80, 72, 2), (70, 5, 40, 50, 3)])
+@pytest.mark.parametrize(
+    ("T", "E", "I", "D", "S"), [(1, 8, 24, 32, 2), (9, 3, 80, 72, 2), (70, 5, 40, 50, 3), (300, 4, 20, 24, 2)]
+)
 def test_experts_against_fp64(dtype, T, E, I, D, S, monkeypatch, nan_poison):
     tiles = experts._tiles
     monkeypatch.setattr(experts, "_tiles", lambda T, S, E, dtype, _: tiles(T, S, E, dtype, interpreted=False))
@@ -141,9 +148,9 @@ def test_experts_of_any_shape(data, E, I, D, S, dtype, index, monkeypatch, nan_p
 @pytest.mark.parametrize("load", ["one expert", "first and last", "none", "no rows", "no experts", "beyond"])
 def test_experts_under_uneven_loads(load, monkeypatch, nan_poison):
     monkeypatch.setattr(experts, "_tiles", lambda *_: SMALL)
-    E, T, D = 0 if load == "no experts" else 6, 0 if load == "no rows" else 11, 16
-    w13, w2 = weights_of(E, 8, D, torch.float32)
-    x, weights = torch.randn(T, D), torch.rand(T, 2)
+    E, T, D = 0 if load == "no experts" else 6, 0 if load == "no rows" else 11, 18
+    w13, w2 = weights_of(E, 9, D, torch.float32)
+    x, weights = between_nans(torch.randn(T, D)), torch.rand(T, 2)
     ids = torch.full((T, 2), -1)
     if load == "one expert":
         ids[:] = 3
@@ -249,3 +256,44 @@ def test_what_the_kernel_refuses():
         experts.fused_experts(x, PackedExperts(4, 32, 8, x.dtype, w13.data, "panels", True), w2, ids, weights)
     with pytest.raises(AssertionError, match=r"strides.*\(2, 1, 1, 1\)"):
         experts.fused_experts(torch.randn(8, 2).T, w13, w2, ids, weights)
+
+
+COMPILED = """
+import sys, torch, compiling
+from vllm.kernels.triton import experts
+from vllm.kernels.weights import PackedExperts
+
+capability, shared = map(int, sys.argv[1:])
+experts._shared_memory = lambda device: shared
+
+def call(dtype, T, E, I, D, S, index=torch.int32):
+    empty = lambda *shape, dtype=dtype: torch.empty(*shape, dtype=dtype, device="meta")
+    w13 = PackedExperts(E, 2 * I, D, dtype, empty(E, 2 * I, D), "plain", True)
+    w2 = PackedExperts(E, D, I, dtype, empty(E, D, I), "plain", False)
+    experts.fused_experts(empty(T, D), w13, w2, empty(T, S, dtype=index), empty(T, S, dtype=torch.float32))
+
+for case in (
+    (torch.bfloat16, 64, 64, 768, 2048, 8), (torch.bfloat16, 300, 64, 768, 2048, 8),
+    (torch.bfloat16, 2048, 64, 768, 2048, 8), (torch.float16, 8192, 256, 96, 2080, 8, torch.int64),
+    (torch.float32, 64, 64, 768, 2048, 8), (torch.float32, 1, 1, 1, 3, 1),
+):
+    for launch in compiling.launches(experts, lambda: call(*case)):
+        kernel = compiling.compile_launch(launch, capability)
+        name = launch.kernel.__name__
+        print(case, name, launch.grid, launch.options, kernel.metadata.shared, flush=True)
+        assert kernel.metadata.shared <= shared, (case, name)
+        if name == "_product" and case[0] is not torch.float32:
+            assert ("mma" in kernel.asm["ptx"]) and ("cp.async.cg" in kernel.asm["ptx"]), (case, name)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("capability", "shared"), [(80, 163 << 10), (89, 99 << 10), (90, 227 << 10)])
+def test_experts_compile_for_cuda(capability, shared, tmp_path):
+    """Every kind of tile fits a card's shared memory and keeps its matrix unit and its copies in flight busy."""
+    here = Path(__file__).parent
+    env = {**os.environ, "PYTHONPATH": f"{here.parents[2]}:{here}", "TRITON_CACHE_DIR": str(tmp_path)}
+    env.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-W", "ignore", "-c", COMPILED, str(capability), str(shared)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]

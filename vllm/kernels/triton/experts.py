@@ -255,7 +255,7 @@ def fused_experts(
     order, starts, cut = (ids.new_empty(n, dtype=torch.int32) for n in (P, E + 1, 3 * num_tiles))
     together = triton.next_power_of_2(E + 1) if interpreted else 1
     _order[(triton.cdiv(E + 1, together),)](
-        ids, order, starts, P, E, BLOCK=min(4096, triton.next_power_of_2(P)), EXPERTS=together
+        ids, order, starts, P, E, BLOCK=512 if P <= 4096 else 4096, EXPERTS=together
     )
     _cut[(triton.cdiv(num_tiles, 16),)](
         starts, cut, num_tiles, E, ROWS=tiles.rows, EXPERTS=triton.next_power_of_2(E), TILES=16
