@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm.kernels import reference
+from vllm.kernels import ops, reference, table
 from vllm.kernels.weights import PackedExperts
 
 pytest.importorskip("triton.language", reason="triton is not installed")
@@ -263,6 +263,19 @@ def test_what_the_kernel_refuses():
         experts.fused_experts(x, PackedExperts(4, 32, 8, x.dtype, w13.data, "panels", True), w2, ids, weights)
     with pytest.raises(AssertionError, match=r"strides.*\(2, 1, 1, 1\)"):
         experts.fused_experts(torch.randn(8, 2).T, w13, w2, ids, weights)
+
+
+def test_the_table_takes_the_kernel_and_its_refusals(monkeypatch, log):
+    monkeypatch.setenv("VLLM_KERNELS", "fused_experts=triton")
+    table.choose.cache_clear()
+    assert table.choose("cpu")["fused_experts"].function is experts.fused_experts, "it failed the quick check"
+    w13, w2 = torch.randn(3, 8, 6, dtype=torch.float64), torch.randn(3, 6, 4, dtype=torch.float64)
+    packs = ops.pack_expert_weights(w13, gated=True), ops.pack_expert_weights(w2)
+    x, ids = torch.randn(5, 6, dtype=torch.float64), torch.randint(-1, 3, (5, 2))
+    weights = torch.rand(5, 2)
+    got = ops.fused_experts(x, *packs, ids, weights)
+    assert torch.equal(got, reference.fused_experts(x, *packs, ids, weights))
+    assert "float64" in log.text
 
 
 COMPILED = """
