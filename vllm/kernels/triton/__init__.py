@@ -8,6 +8,7 @@ run in Triton's interpreter (``TRITON_INTERPRET=1``, set before ``triton`` is im
 from vllm.kernels.triton.activation import silu_and_mul
 from vllm.kernels.triton.cache import reshape_and_cache
 from vllm.kernels.triton.embedding import embedding
+from vllm.kernels.triton.experts import fused_experts
 from vllm.kernels.triton.norms import fused_add_rms_norm, rms_norm, rms_norm_gated
 from vllm.kernels.triton.rotary import rotary_embedding
 from vllm.kernels.triton.routing import topk_sigmoid, topk_softmax
@@ -15,6 +16,7 @@ from vllm.kernels.triton.routing import topk_sigmoid, topk_softmax
 __all__ = [
     "embedding",
     "fused_add_rms_norm",
+    "fused_experts",
     "reshape_and_cache",
     "rms_norm",
     "rms_norm_gated",
