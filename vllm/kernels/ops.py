@@ -138,6 +138,8 @@ def paged_attention(
     out_THD: Tensor,
     sliding_window: int = 0,
     num_reqs: int | None = None,
+    sinks: Tensor | None = None,
+    soft_cap: float = 0.0,
 ) -> None:
     """Causal grouped-query attention over the paged cache, prefill and decode mixed; the new keys are in the cache.
 
@@ -148,14 +150,17 @@ def paged_attention(
 
     Args:
         q_THD, out_THD: [T, H, D], may be views into wider rows; the last dimension contiguous.
-        key_cache, value_cache: [num_blocks, J, block_size, D], H a multiple of J, a block's head contiguous.
+        key_cache, value_cache: [num_blocks, J, block_size, D], H a multiple of J, a block's head contiguous. The
+            values, and with them ``out``, may have a head size of their own.
         block_table: int32 [>= R, max_blocks].
         query_start_loc: int32 [>= R + 1], rising from 0; seq_lens: int32 [>= R].
         num_reqs: R; by default ``query_start_loc.shape[0] - 1``.
+        sinks: [H], the logit of one more column of each head's softmax, which has a weight and no value.
+        soft_cap: where it is not 0, a score s becomes ``soft_cap * tanh(s / soft_cap)``; the sinks do not.
     """
     _run(
         "paged_attention", q_THD, key_cache, value_cache, block_table, query_start_loc, seq_lens, scale, out_THD,
-        sliding_window, num_reqs,
+        sliding_window, num_reqs, sinks, soft_cap,
     )  # fmt: skip
 
 

@@ -85,6 +85,8 @@ def paged_attention(
     out_THD: Tensor,
     sliding_window: int = 0,
     num_reqs: int | None = None,
+    sinks: Tensor | None = None,
+    soft_cap: float = 0.0,
 ) -> None:
     """A NaN among a chunk's own new keys or values may reach earlier rows of the chunk."""
     wide = torch.promote_types(q_THD.dtype, torch.float32)
@@ -106,14 +108,20 @@ def paged_attention(
             visible = key <= position
             if sliding_window:
                 visible &= key > position - sliding_window
-            y = F.scaled_dot_product_attention(
-                q_THD[begin:end].transpose(0, 1).to(wide),
-                keys,
-                values,
-                attn_mask=visible,
-                scale=scale,
-                enable_gqa=True,
-            )
+            queries = q_THD[begin:end].transpose(0, 1).to(wide)
+            if sinks is None and not soft_cap:
+                y = F.scaled_dot_product_attention(
+                    queries, keys, values, attn_mask=visible, scale=scale, enable_gqa=True
+                )
+            else:
+                scores = queries.unflatten(0, (keys.shape[0], -1)) @ keys.unsqueeze(1).mT * scale
+                if soft_cap:
+                    scores = soft_cap * torch.tanh(scores / soft_cap)
+                scores = scores.masked_fill(~visible, -torch.inf).flatten(0, 1)
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks.to(wide)[:, None, None].expand(-1, end - begin, 1)), dim=-1)
+                weights = scores.softmax(-1)[..., : len(key)].unflatten(0, (keys.shape[0], -1))
+                y = (weights @ values.unsqueeze(1)).flatten(0, 1)
             out_THD[begin:end] = y.transpose(0, 1).to(out_THD.dtype)
     out_THD[starts[R] :] = 0
 

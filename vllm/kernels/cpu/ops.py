@@ -354,8 +354,15 @@ def paged_attention(
     out_THD: Tensor,
     sliding_window: int = 0,
     num_reqs: int | None = None,
+    sinks: Tensor | None = None,
+    soft_cap: float = 0.0,
 ) -> None:
     kernels = _kernels()
+    if sinks is not None or soft_cap:
+        raise NotImplementedError(f"the C++ kernel has neither sinks ({sinks is not None}) nor a soft cap ({soft_cap})")
+    if key_cache.shape[-1] != value_cache.shape[-1]:
+        sizes = f"{key_cache.shape[-1]} and {value_cache.shape[-1]}"
+        raise NotImplementedError(f"the C++ kernel takes keys and values of one head size, not {sizes}")
     R = query_start_loc.shape[0] - 1 if num_reqs is None else num_reqs
     T, H, D = shape = q_THD.shape
     J, dtype = key_cache.shape[1], q_THD.dtype

@@ -6,6 +6,7 @@ run in Triton's interpreter (``TRITON_INTERPRET=1``, set before ``triton`` is im
 """
 
 from vllm.kernels.triton.activation import silu_and_mul
+from vllm.kernels.triton.attention import paged_attention, paged_attention_workspace
 from vllm.kernels.triton.cache import reshape_and_cache
 from vllm.kernels.triton.embedding import embedding
 from vllm.kernels.triton.experts import fused_experts
@@ -17,6 +18,8 @@ __all__ = [
     "embedding",
     "fused_add_rms_norm",
     "fused_experts",
+    "paged_attention",
+    "paged_attention_workspace",
     "reshape_and_cache",
     "rms_norm",
     "rms_norm_gated",
