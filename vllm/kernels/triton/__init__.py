@@ -10,6 +10,7 @@ from vllm.kernels.triton.attention import paged_attention, paged_attention_works
 from vllm.kernels.triton.cache import reshape_and_cache
 from vllm.kernels.triton.embedding import embedding
 from vllm.kernels.triton.experts import fused_experts
+from vllm.kernels.triton.gdn import gated_delta_net
 from vllm.kernels.triton.norms import fused_add_rms_norm, rms_norm, rms_norm_gated
 from vllm.kernels.triton.rotary import rotary_embedding
 from vllm.kernels.triton.routing import topk_sigmoid, topk_softmax
@@ -18,6 +19,7 @@ __all__ = [
     "embedding",
     "fused_add_rms_norm",
     "fused_experts",
+    "gated_delta_net",
     "paged_attention",
     "paged_attention_workspace",
     "reshape_and_cache",
