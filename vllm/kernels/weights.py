@@ -58,6 +58,10 @@ def unpack_linear_weight(packed: PackedWeight) -> Tensor:
     return packed.data
 
 
+def empty_experts(E: int, N: int, K: int, dtype: torch.dtype, gated: bool = False) -> PackedExperts:
+    return PackedExperts(E, N, K, dtype, torch.empty(E, N, K, dtype=dtype), "plain", gated)
+
+
 def pack_expert_weights(weight_ENK: Tensor, gated: bool = False) -> PackedExperts:
     E, N, K = weight_ENK.shape
     return PackedExperts(E, N, K, weight_ENK.dtype, weight_ENK, "plain", gated)
