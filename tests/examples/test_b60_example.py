@@ -27,7 +27,6 @@ NEEDLESS = (
     "accelerate",
     "transformers.activations",
     "transformers.modeling_utils",
-    "transformers.models.auto.modeling_auto",
 )
 RANK = """
 import sys

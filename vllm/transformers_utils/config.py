@@ -205,19 +205,19 @@ def get_architecture(config: PretrainedConfig) -> str:
     by its text part: X5ForConditionalGeneration holds an X5ForCausalLM. Where no name is registered, or there is none,
     the model type decides, as in transformers, unless the model brings its own code.
     """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     from vllm.model_executor.models.registry import ModelRegistry
 
     text = get_hf_text_config(config)
     names = list(getattr(text, "architectures", None) or getattr(config, "architectures", None) or ())
     if text is not config:
         names += [name.replace("ForConditionalGeneration", "ForCausalLM") for name in names]
+    by_type = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text.model_type)
     known = ModelRegistry.get_supported_archs()
     for name in names:
         if name in known:
             return name
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    by_type = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text.model_type)
     if by_type in known and not getattr(config, "auto_map", None):
         logger.warning("architectures=%s: none is known; loaded as %s, by its model type", names, by_type)
         return by_type
