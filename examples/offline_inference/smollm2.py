@@ -18,12 +18,12 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from vllm import envs
-from vllm.model_executor.model_loader.gguf_loader import gguf_config, gguf_tensors
 from vllm.tokenizers import get_tokenizer
 
 NUM_EXPERTS = 8
@@ -44,13 +44,15 @@ def gguf_file() -> Path:
 
 
 def dense_tensors() -> Iterator[tuple[str, torch.Tensor]]:
+    from vllm.model_executor.model_loader.gguf_loader import gguf_tensors
+
     for tensor in gguf_tensors(gguf_file()):
         yield tensor.name, tensor.read(torch.bfloat16)
 
 
 def moe_tensors() -> Iterator[tuple[str, torch.Tensor]]:
     """The dense tensors under Mixtral's names, with padded heads, copied experts and a random router."""
-    head_dim = gguf_config(gguf_file()).head_dim
+    head_dim = source_config()["head_dim"]
     generator = torch.Generator().manual_seed(0)
     experts = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
     for name, tensor in dense_tensors():
@@ -76,8 +78,15 @@ def _pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.cat((tensor, tensor.new_zeros(rows - tensor.shape[0], tensor.shape[1])))
 
 
+def source_config() -> dict[str, Any]:
+    """The config of the GGUF file. What reads such files is loaded here, not by ranks that find a checkpoint made."""
+    from vllm.model_executor.model_loader.gguf_loader import gguf_config
+
+    return gguf_config(gguf_file()).to_dict()
+
+
 def config_json(kind: str) -> dict[str, object]:
-    config = gguf_config(gguf_file()).to_dict()
+    config = source_config()
     config["dtype"] = "bfloat16"
     if kind == "moe":
         config |= {

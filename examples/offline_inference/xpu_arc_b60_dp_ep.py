@@ -8,8 +8,8 @@
         The same on 4 Arc B60 with the model of your choice.
 
 RANK -> dp_rank = RANK // tp, tp_rank = RANK % tp, ep_rank = RANK. The prompts are split over the DP ranks; rank 0
-prints all results in prompt order. The exit code is 0 only if every rank finished and the TP ranks of each DP rank
-produced the same tokens.
+prints how its own answers begin as soon as they do, and in the end all results in prompt order. The exit code is 0
+only if every rank finished and the TP ranks of each DP rank produced the same tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from smollm2 import ensure_checkpoint
 
-from vllm import LLM, SamplingParams
+from vllm import LLM, RequestOutput, SamplingParams
 from vllm.distributed import get_dp_group, get_tp_group, get_world_group
 
 # 5, 5, 8 and 8 tokens for DP rank 0, and 7, 5, 11 and 7 for DP rank 1, by the demo model's tokenizer.
@@ -79,6 +79,22 @@ def read_prompts(path: Path | None) -> list[str]:
     return prompts
 
 
+def generate(llm: LLM, prompts: list[str], sampling_params: SamplingParams) -> list[RequestOutput]:
+    """As ``llm.generate``, step by step: rank 0 need not wait for the last word to show the first ones."""
+    engine, silent = llm.llm_engine, get_world_group().rank_in_group != 0
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), prompt, sampling_params)
+    outputs: dict[str, RequestOutput] = {}
+    running = True  # a rank without prompts, too: each takes part in every step
+    while running:
+        outputs |= {output.request_id: output for output in engine.step()}
+        if outputs and not silent:
+            print(f"[ARC B60] DP rank 0 begins: {[output.outputs[0].text for output in outputs.values()]}", flush=True)
+            silent = True
+        running = engine.has_unfinished_requests()
+    return [outputs[str(number)] for number in range(len(prompts))]
+
+
 def main() -> int:
     args = parse_args()
     prompts = read_prompts(args.prompts_file)
@@ -104,7 +120,7 @@ def main() -> int:
     sampling_params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, seed=args.seed)
 
     start = time.perf_counter()
-    outputs = llm.generate(mine, sampling_params, use_tqdm=False)
+    outputs = generate(llm, mine, sampling_params)
     seconds = time.perf_counter() - start
 
     result = [(output.prompt, output.outputs[0].text, list(output.outputs[0].token_ids)) for output in outputs]

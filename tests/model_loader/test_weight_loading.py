@@ -32,9 +32,9 @@ def count_reads(monkeypatch) -> list[tuple[int, int]]:
     reads: list[tuple[int, int]] = []
     original = weight_utils.read_range
 
-    def counted(file, offset, size):
+    def counted(file, offset, size, *buffer):
         reads.append((offset, size))
-        return original(file, offset, size)
+        return original(file, offset, size, *buffer)
 
     monkeypatch.setattr(weight_utils, "read_range", counted)
     return reads
@@ -56,7 +56,7 @@ def test_every_tensor_arrives_in_the_models_dtype(tmp_path, stored, dtype, poiso
 
 def test_poison_shows_a_tensor_that_was_never_read(tmp_path, monkeypatch, poison):
     write_folder(tmp_path, random_tensors(MODULES, torch.bfloat16))
-    monkeypatch.setattr(weight_utils, "read_range", lambda file, offset, size: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(weight_utils, "read_range", lambda _, __, size, *___: torch.empty(size, dtype=torch.uint8))
     model = get_model(toy_config(tmp_path, MODULES, dtype=torch.bfloat16))
     assert all(tensor.isnan().all() for tensor in model.weights.values())
 
@@ -390,3 +390,38 @@ def test_peak_memory_is_at_most_one_shard_above_the_model(tmp_path):
     ours, all_at_once = json.loads(done.stdout)
     assert model < ours <= model + shard
     assert all_at_once > model + shard, "the fault is not seen by this measurement"
+
+
+def test_only_the_rows_that_a_rank_keeps_are_read(tmp_path, monkeypatch, poison):
+    tensors = {name: torch.randn(6, 4) for name in ("whole", "some", "none", "picked")}
+    write_folder(tmp_path, tensors)
+    rows = {"some": slice(2, 5), "none": slice(6, 6), "picked": torch.tensor([4, 1])}
+    reads = count_reads(monkeypatch)
+    options = {name: {"rows": kept} for name, kept in rows.items()}
+    model = get_model(toy_config(tmp_path, {"a": dict.fromkeys(tensors, (6, 4))}, options=options))
+    for name, tensor in model.weights.items():
+        assert torch.equal(tensor, tensors[name][rows.get(name, slice(None))]), name
+    assert sum(size for _, size in reads) == (6 + 3 + 0 + 6) * 16
+
+
+def test_layers_split_by_rows_ask_for_their_rows(monkeypatch):
+    from vllm.model_executor.layers import linear, vocab_parallel_embedding
+
+    for module in (linear, vocab_parallel_embedding):
+        monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: 2)
+        monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: 1)
+    layers = [
+        linear.QKVParallelLinear(16, 4, 4, 2, True, torch.float32, "qkv"),
+        linear.MergedColumnParallelLinear(16, [32, 32], False, torch.float32, ["gate", "up"]),
+        vocab_parallel_embedding.VocabParallelEmbedding(33, 16, torch.float32, "embed"),
+    ]
+    for layer in layers:
+        for spec in layer.weight_specs():
+            assert len(torch.empty(spec.shape)[spec.rows]) * 2 <= spec.shape[0] + 1, spec.name
+
+
+def test_tensors_are_read_into_one_place(tmp_path):
+    tensors = {name: torch.randn(64, 64) for name in "abc"}
+    read = [tensor.read(torch.float32) for tensor in weight_utils.read_safetensors(write_folder(tmp_path, tensors))]
+    assert len({tensor.data_ptr() for tensor in read}) == 1
+    assert torch.equal(read[0], tensors["c"])

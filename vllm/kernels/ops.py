@@ -199,6 +199,12 @@ def unpack_linear_weight(packed: PackedWeight) -> Tensor:
     return _reader(packed).unpack_linear_weight(packed)
 
 
+def empty_experts(E: int, N: int, K: int, dtype: torch.dtype, gated: bool = False) -> PackedExperts:
+    """Room on the default device for experts' weights that ``repack_expert_weight`` brings; contents undefined."""
+    device_type = torch.get_default_device().type
+    return _own("empty_experts", "fused_experts", device_type, weights)(E, N, K, dtype, gated)
+
+
 def pack_expert_weights(weight_ENK: Tensor, gated: bool = False) -> PackedExperts:
     """Packs the experts' weights [E, N, K]; ``gated=True`` for w13, whose N = 2 * I is [gate; up].
 
@@ -208,7 +214,7 @@ def pack_expert_weights(weight_ENK: Tensor, gated: bool = False) -> PackedExpert
 
 
 def repack_expert_weight(packed: PackedExperts, expert: int, weight_NK: Tensor, part: int = 0) -> None:
-    """Put a new weight of one expert, of a gated one its gate (``part`` 0) or up (1) half, in place of the old."""
+    """Put the weight of one expert, of a gated one its gate (``part`` 0) or up (1) half, in its place."""
     _reader(packed).repack_expert_weight(packed, expert, weight_NK, part)
 
 

@@ -65,6 +65,10 @@ def rows_in_range(ids_T: Tensor, vocab_range: tuple[int, int]) -> tuple[Tensor, 
     return (ids_T - first).masked_fill(elsewhere, 0), elsewhere
 
 
+def empty_experts(E: int, N: int, K: int, dtype: torch.dtype, gated: bool = False) -> PackedExperts:
+    return PackedExperts(E, N, K, dtype, torch.empty(E, N, K, dtype=dtype), "plain", gated)
+
+
 def pack_expert_weights(weight_ENK: Tensor, gated: bool = False) -> PackedExperts:
     E, N, K = weight_ENK.shape
     return PackedExperts(E, N, K, weight_ENK.dtype, weight_ENK, "plain", gated)

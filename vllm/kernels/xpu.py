@@ -261,12 +261,17 @@ def topk_softmax(
     return weights, ids
 
 
-def pack_expert_weights(weight_ENK: Tensor, gated: bool = False) -> PackedExperts:
+def empty_experts(E: int, N: int, K: int, dtype: torch.dtype, gated: bool = False) -> PackedExperts:
     """A "plain" weight [E, N, K] over memory in the order [E, K, N], which the kernel reads."""
-    E, N, K = weight_ENK.shape
-    data = torch.empty(E, K, N, dtype=weight_ENK.dtype, device=weight_ENK.device).transpose(1, 2)
-    data.copy_(weight_ENK)
-    return PackedExperts(E, N, K, weight_ENK.dtype, data, "plain", gated)
+    return PackedExperts(E, N, K, dtype, torch.empty(E, K, N, dtype=dtype).transpose(1, 2), "plain", gated)
+
+
+def pack_expert_weights(weight_ENK: Tensor, gated: bool = False) -> PackedExperts:
+    """As ``empty_experts``, filled."""
+    with weight_ENK.device:
+        packed = empty_experts(*weight_ENK.shape, weight_ENK.dtype, gated)
+    packed.data.copy_(weight_ENK)
+    return packed
 
 
 @functools.cache

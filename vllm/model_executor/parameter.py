@@ -22,13 +22,14 @@ class WeightSpec:
 
     name: full checkpoint name, such as ``model.layers.0.self_attn.q_proj.weight``.
     shape: full checkpoint shape, before any slicing.
-    take: called once with the whole tensor, on CPU, contiguous, in ``dtype``. The tensor is the callee's to keep;
-        a slice of it must be cloned, as a view would keep the whole alive.
+    take: called once with the tensor's ``rows``, on CPU, contiguous, in ``dtype``. Its memory is used again after the
+        call: what is kept must be copied.
     dtype: None for the model's dtype.
     optional: the checkpoint may lack it; ``take`` is then never called.
     needed: False when this rank has no use for the data (an expert of another rank): presence and shape are
         checked, nothing is read and ``take`` is never called.
     owner: the module whose weights these are; ``collect_weight_specs`` fills it in.
+    rows: those of the first dimension, a slice or indices in the order wanted, that this rank makes do with; None: all.
     """
 
     name: str
@@ -38,6 +39,7 @@ class WeightSpec:
     optional: bool = False
     needed: bool = True
     owner: nn.Module | None = None
+    rows: slice | torch.Tensor | None = None
 
 
 def collect_weight_specs(root: nn.Module) -> list[WeightSpec]:

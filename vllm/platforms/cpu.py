@@ -6,16 +6,24 @@ from __future__ import annotations
 import os
 import platform as host
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from vllm.platforms import host_limits
 from vllm.platforms.interface import PeakMemory, Platform
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Those among an operation's arguments or results, which nest in lists and tuples alone."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
 
 
 class _CountsStorages:
@@ -29,10 +37,10 @@ class _CountsStorages:
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
+        made = [s for x in _tensors((out,)) if (s := x.untyped_storage())._cdata not in self._known]
+        if made:
+            given = {x.untyped_storage()._cdata for x in _tensors((*args, *(kwargs or {}).values()))}
+            for storage in made:
                 if storage._cdata not in given | self._known:
                     self._add(storage)
         return out

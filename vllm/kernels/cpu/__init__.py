@@ -4,6 +4,7 @@
 from vllm.kernels.cpu.gdn import gated_delta_net
 from vllm.kernels.cpu.ops import (
     embedding,
+    empty_experts,
     fused_add_rms_norm,
     fused_experts,
     linear,
@@ -20,6 +21,7 @@ from vllm.kernels.cpu.ops import (
 
 __all__ = [
     "embedding",
+    "empty_experts",
     "fused_add_rms_norm",
     "fused_experts",
     "gated_delta_net",

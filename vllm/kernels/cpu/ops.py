@@ -399,21 +399,28 @@ def paged_attention(
 # Experts
 
 
-def pack_expert_weights(weight_ENK: Tensor, gated: bool = False) -> PackedExperts:
-    E, N, K = weight_ENK.shape
-    dtype = weight_ENK.dtype
+def empty_experts(E: int, N: int, K: int, dtype: torch.dtype, gated: bool = False) -> PackedExperts:
     _CODE[dtype]
     parts = 2 if gated else 1
     assert N % parts == 0, f"a gated weight has an even number of rows, not {N}"
     size = _packed_size(N // parts, K, dtype)
-    data = _arena.take(E * parts * size, dtype).view(E, parts, size)
-    for e in range(E):
-        for part, half in enumerate(weight_ENK[e].chunk(parts)):
-            _pack_into(half, data[e, part])
-    return PackedExperts(E, N, K, dtype, data, "panels", gated)
+    return PackedExperts(E, N, K, dtype, _arena.take(E * parts * size, dtype).view(E, parts, size), "panels", gated)
+
+
+def pack_expert_weights(weight_ENK: Tensor, gated: bool = False) -> PackedExperts:
+    E, N, K = weight_ENK.shape
+    packed = empty_experts(E, N, K, weight_ENK.dtype, gated)
+    for expert, weight in enumerate(weight_ENK):
+        for part, half in enumerate(weight.chunk(2 if gated else 1)):
+            repack_expert_weight(packed, expert, half, part)
+    return packed
 
 
 def repack_expert_weight(packed: PackedExperts, expert: int, weight_NK: Tensor, part: int = 0) -> None:
+    place = (packed.N // (2 if packed.gated else 1), packed.K)
+    assert weight_NK.shape == place and weight_NK.dtype is packed.dtype, (
+        f"the weight is {tuple(weight_NK.shape)} {weight_NK.dtype}, its place {place} {packed.dtype}"
+    )
     _pack_into(weight_NK, packed.data[expert, part])
 
 

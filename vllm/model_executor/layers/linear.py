@@ -75,10 +75,17 @@ class LinearBase(nn.Module):
         self.packed: PackedWeight | None = None
 
     def weight_specs(self) -> list[WeightSpec]:
-        specs = [WeightSpec(shard.name, shard.full, self._weight_taker(shard)) for shard in self.shards]
+        specs = [
+            WeightSpec(shard.name, shard.full, self._weight_taker(shard), rows=shard.rows) for shard in self.shards
+        ]
         if self.has_bias:
             specs += [
-                WeightSpec(shard.name.removesuffix("weight") + "bias", shard.full[:1], self._bias_taker(shard))
+                WeightSpec(
+                    shard.name.removesuffix("weight") + "bias",
+                    shard.full[:1],
+                    self._bias_taker(shard),
+                    rows=shard.rows,
+                )
                 for shard in self.shards
             ]
         return specs
@@ -91,7 +98,7 @@ class LinearBase(nn.Module):
                 self.weight = torch.empty(
                     self.output_size_per_partition, self.input_size_per_partition, dtype=self.dtype
                 )
-            self.weight[shard.at : shard.at + shard.num_rows].copy_(loaded[shard.rows, shard.cols])
+            self.weight[shard.at : shard.at + shard.num_rows].copy_(loaded[:, shard.cols])
 
         return take
 
@@ -99,7 +106,7 @@ class LinearBase(nn.Module):
         def take(loaded: torch.Tensor) -> None:
             if self.bias is None:
                 self.bias = torch.empty(self.output_size_per_partition, dtype=self.dtype)
-            self.bias[shard.at : shard.at + shard.num_rows].copy_(loaded[shard.rows])
+            self.bias[shard.at : shard.at + shard.num_rows].copy_(loaded)
 
         return take
 

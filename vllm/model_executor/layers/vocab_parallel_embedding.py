@@ -42,11 +42,12 @@ class VocabParallelEmbedding(nn.Module):
         self.packed: PackedWeight | None = None
 
     def weight_specs(self) -> list[WeightSpec]:
-        return [WeightSpec(f"{self.prefix}.weight", (self.vocab_size, self.hidden_size), self._take)]
+        full, rows = (self.vocab_size, self.hidden_size), slice(self.first, self.last)
+        return [WeightSpec(f"{self.prefix}.weight", full, self._take, rows=rows)]
 
     def _take(self, loaded: torch.Tensor) -> None:
         self.weight = torch.zeros(self.rows_per_partition, self.hidden_size, dtype=self.dtype)
-        self.weight[: self.last - self.first].copy_(loaded[self.first : self.last])
+        self.weight[: self.last - self.first].copy_(loaded)
 
     def process_weights_after_loading(self) -> None:
         assert self.weight is not None, f"{self.prefix}: no weight was loaded"

@@ -16,16 +16,19 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import transformers
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
-from transformers import LlamaConfig, MixtralConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.weight_utils import StoredTensor, read_range
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 logger = init_logger(__name__)
 
@@ -36,11 +39,12 @@ _SIZE = struct.Struct("<Q")
 _REQUIRED = object()
 _CHUNK_ELEMENTS = 1 << 18
 
-_CONFIGS: dict[tuple[str, bool], tuple[str, type[PretrainedConfig]]] = {
-    ("llama", False): ("LlamaForCausalLM", LlamaConfig),
-    ("llama", True): ("MixtralForCausalLM", MixtralConfig),
-    ("qwen3", False): ("Qwen3ForCausalLM", Qwen3Config),
-    ("qwen3moe", True): ("Qwen3MoeForCausalLM", Qwen3MoeConfig),
+# With the name of the config's class: some of these modules load half of transformers.
+_CONFIGS = {
+    ("llama", False): ("LlamaForCausalLM", "LlamaConfig"),
+    ("llama", True): ("MixtralForCausalLM", "MixtralConfig"),
+    ("qwen3", False): ("Qwen3ForCausalLM", "Qwen3Config"),
+    ("qwen3moe", True): ("Qwen3MoeForCausalLM", "Qwen3MoeConfig"),
 }
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 # Angles come from the config; ``rope_freqs`` goes into it.
@@ -286,7 +290,7 @@ def _config(file: GGUFFile) -> PretrainedConfig:
 
     if "token_embd.weight" not in shapes:
         raise ValueError(f"{file.path} lacks the tensor token_embd.weight; convert the model again")
-    architecture, config_cls = _CONFIGS[arch, moe]
+    architecture, config_class = _CONFIGS[arch, moe]
     hidden_size, n_heads = value("embedding_length"), value("attention.head_count")
     head_dim = value("attention.key_length", value("rope.dimension_count", hidden_size // n_heads))
     refuse_other_than("rope.dimension_count", head_dim)
@@ -325,7 +329,7 @@ def _config(file: GGUFFile) -> PretrainedConfig:
         else:
             refuse_other_than("expert_weights_norm", True)
             refuse_other_than("expert_feed_forward_length", fields["intermediate_size"], 0)
-    config = config_cls(**fields)
+    config = getattr(transformers, config_class)(**fields)
     factors = [t for t in file.tensors if t.name == "rope_freqs.weight"]
     if factors:
         config.rope_parameters["freq_factors"] = _freq_factors(file, factors[0], config)

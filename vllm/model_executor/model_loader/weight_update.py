@@ -46,7 +46,8 @@ def update_weights(
             if owner is not None and owner is not spec.owner:
                 _process(owner)
             owner = spec.owner
-            spec.take(tensor.detach().to("cpu", spec.dtype or dtype, copy=True).contiguous())
+            rows = tensor.detach() if spec.rows is None else tensor.detach()[spec.rows]
+            spec.take(rows.to("cpu", spec.dtype or dtype).contiguous())
     if owner is not None:
         _process(owner)
     return taken

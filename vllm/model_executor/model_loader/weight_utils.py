@@ -34,7 +34,8 @@ _HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 class StoredTensor:
     """One tensor as a file holds it.
 
-    read: ``read(dtype)`` returns the whole tensor, contiguous, on CPU, in memory of its own.
+    read: ``read(dtype)`` returns the whole tensor, contiguous, on CPU, maybe in memory that the next read uses again.
+    read_rows: ``read_rows(dtype, rows)``, where it costs less: the same for a slice of the first dimension.
     unreadable: why the tensor cannot be used (its storage type), or None.
     """
 
@@ -42,6 +43,14 @@ class StoredTensor:
     shape: tuple[int, ...]
     read: Callable[[torch.dtype], torch.Tensor]
     unreadable: str | None = None
+    read_rows: Callable[[torch.dtype, slice], torch.Tensor] | None = None
+
+    def rows(self, dtype: torch.dtype, rows: slice | torch.Tensor | None) -> torch.Tensor:
+        """Those rows of the tensor, all of it for None."""
+        if self.read_rows is not None and isinstance(rows, slice):
+            return self.read_rows(dtype, rows)
+        whole = self.read(dtype)
+        return whole if rows is None else whole[rows]
 
 
 def resolve_model_path(model: str, revision: str | None = None) -> Path:
@@ -110,13 +119,27 @@ def safetensors_files(folder: Path, named: str | None = None) -> list[Path]:
     raise FileNotFoundError(f"{folder} has no weights: neither *.safetensors nor {_INDEX}{hint}")
 
 
-def read_range(file: Path, offset: int, size: int) -> torch.Tensor:
-    """``size`` bytes of ``file`` from ``offset``, as a uint8 tensor of its own.
+class ReadBuffer:
+    """Memory for one tensor at a time. A block of its own for each costs more than the read: the system hands it out
+    page by page, all zeroed."""
+
+    def __init__(self) -> None:
+        self._data = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def take(self, size: int) -> torch.Tensor:
+        if self._data.numel() < size:
+            del self._data
+            self._data = torch.empty(size, dtype=torch.uint8, device="cpu")
+        return self._data[:size]
+
+
+def read_range(file: Path, offset: int, size: int, buffer: ReadBuffer | None = None) -> torch.Tensor:
+    """``size`` bytes of ``file`` from ``offset``, as a uint8 tensor: of its own, or in ``buffer``.
 
     Plain reads, not a mapping: pages of a mapped file count as this process's memory until it is unmapped, and a
     file cut short under a mapping kills the process.
     """
-    data = torch.empty(size, dtype=torch.uint8, device="cpu")
+    data = (buffer or ReadBuffer()).take(size)
     with file.open("rb") as stream:
         stream.seek(offset)
         found = stream.readinto(data.numpy().data)
@@ -128,6 +151,7 @@ def read_range(file: Path, offset: int, size: int) -> torch.Tensor:
 def read_safetensors(files: Sequence[Path]) -> list[StoredTensor]:
     """Every tensor of ``files``, in storage order; reads the headers only."""
     tensors: list[StoredTensor] = []
+    buffer = ReadBuffer()
     for file in files:
         try:
             with safe_open(file, framework="pt"):
@@ -142,7 +166,7 @@ def read_safetensors(files: Sequence[Path]) -> list[StoredTensor]:
             header = json.loads(stream.read(header_size))
         header.pop("__metadata__", None)
         tensors += [
-            _stored(part, part_entry, file, 8 + header_size)
+            _stored(part, part_entry, file, 8 + header_size, buffer)
             for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"])
             for part, part_entry in _unstack_experts(name, entry)
         ]
@@ -170,17 +194,25 @@ def _unstack_experts(name: str, entry: dict) -> Iterator[tuple[str, dict]]:
         )
 
 
-def _stored(name: str, entry: dict, file: Path, data_start: int) -> StoredTensor:
+def _stored(name: str, entry: dict, file: Path, data_start: int, buffer: ReadBuffer) -> StoredTensor:
     begin, end = entry["data_offsets"]
-    kind = _FLOATS.get(entry["dtype"])
+    kind, shape = _FLOATS.get(entry["dtype"]), entry["shape"]
 
     def read(dtype: torch.dtype) -> torch.Tensor:
+        return read_from(dtype, begin, end).view(shape)
+
+    def read_rows(dtype: torch.dtype, rows: slice) -> torch.Tensor:
+        start, stop, step = rows.indices(shape[0])
+        assert step == 1, f"{name}: rows in steps of {step}"
+        row = (end - begin) // max(shape[0], 1)
+        return read_from(dtype, begin + start * row, begin + stop * row).view(-1, *shape[1:])
+
+    def read_from(dtype: torch.dtype, first: int, last: int) -> torch.Tensor:
         assert kind is not None, f"{name} is stored as {entry['dtype']}"
-        data = read_range(file, data_start + begin, end - begin)
-        return data.view(kind).view(entry["shape"]).to(dtype)
+        return read_range(file, data_start + first, last - first, buffer).view(kind).to(dtype)
 
     unreadable = None if kind is not None else f"stored as {entry['dtype']}"
-    return StoredTensor(name, tuple(entry["shape"]), read, unreadable)
+    return StoredTensor(name, tuple(shape), read, unreadable, read_rows)
 
 
 def dummy_tensors(specs: Sequence[WeightSpec], seed: int) -> list[StoredTensor]:
@@ -301,7 +333,7 @@ def load_weights(model: nn.Module, pairs: Sequence[tuple[WeightSpec, StoredTenso
 
     for spec, tensor in pairs:
         assert spec.owner is not None, f"{spec.name} has no owner; list specs with collect_weight_specs"
-        spec.take(tensor.read(spec.dtype or dtype))
+        spec.take(tensor.rows(spec.dtype or dtype, spec.rows))
         pending[id(spec.owner)] -= 1
         if not pending[id(spec.owner)]:
             process(spec.owner)

@@ -68,7 +68,6 @@ class FusedMoE(nn.Module):
             self.local_num_experts, dtype=torch.int32
         )
         self.expert_map = None if self.local_num_experts == num_experts else expert_map
-        self._loading: dict[str, torch.Tensor] = {}
         self.w13: PackedExperts | None = None
         self.w2: PackedExperts | None = None
 
@@ -79,44 +78,31 @@ class FusedMoE(nn.Module):
             local = expert - self.first_expert
             needed = 0 <= local < self.local_num_experts
             gate, up, down = self.expert_names(expert)
+            rows = self.intermediate_slice
             specs += [
-                WeightSpec(f"{gate}.weight", (inter, hidden), self._take_w13(local, 0), needed=needed),
-                WeightSpec(f"{up}.weight", (inter, hidden), self._take_w13(local, 1), needed=needed),
+                WeightSpec(f"{gate}.weight", (inter, hidden), self._take_w13(local, 0), needed=needed, rows=rows),
+                WeightSpec(f"{up}.weight", (inter, hidden), self._take_w13(local, 1), needed=needed, rows=rows),
                 WeightSpec(f"{down}.weight", (hidden, inter), self._take_w2(local), needed=needed),
             ]
         return specs
 
     def _take_w13(self, expert: int, half: int) -> Callable[[torch.Tensor], None]:
         def take(loaded: torch.Tensor) -> None:
-            size = self.local_intermediate
-            if self.w13 is not None:
-                ops.repack_expert_weight(self.w13, expert, loaded[self.intermediate_slice], half)
-                return
-            w13 = self._buffer("w13", (self.local_num_experts, 2 * size, self.hidden_size))
-            w13[expert, half * size : (half + 1) * size].copy_(loaded[self.intermediate_slice])
+            if self.w13 is None:
+                rows = 2 * self.local_intermediate
+                self.w13 = ops.empty_experts(self.local_num_experts, rows, self.hidden_size, self.dtype, True)
+            ops.repack_expert_weight(self.w13, expert, loaded, half)
 
         return take
 
     def _take_w2(self, expert: int) -> Callable[[torch.Tensor], None]:
         def take(loaded: torch.Tensor) -> None:
-            if self.w2 is not None:
-                ops.repack_expert_weight(self.w2, expert, loaded[:, self.intermediate_slice])
-                return
-            w2 = self._buffer("w2", (self.local_num_experts, self.hidden_size, self.local_intermediate))
-            w2[expert].copy_(loaded[:, self.intermediate_slice])
+            if self.w2 is None:
+                columns = self.local_intermediate
+                self.w2 = ops.empty_experts(self.local_num_experts, self.hidden_size, columns, self.dtype)
+            ops.repack_expert_weight(self.w2, expert, loaded[:, self.intermediate_slice])
 
         return take
-
-    def _buffer(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        if name not in self._loading:
-            self._loading[name] = torch.empty(shape, dtype=self.dtype)
-        return self._loading[name]
-
-    def process_weights_after_loading(self) -> None:
-        if "w13" in self._loading:
-            self.w13 = ops.pack_expert_weights(self._loading.pop("w13"), gated=True)
-        if "w2" in self._loading:
-            self.w2 = ops.pack_expert_weights(self._loading.pop("w2"))
 
     def forward(
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor, tp_partial: torch.Tensor | None = None

@@ -125,7 +125,7 @@ class GatedDeltaNet(nn.Module):
 
     def _taker(self, name: str):
         def take(loaded: torch.Tensor) -> None:
-            self.small[name] = loaded
+            self.small[name] = loaded.clone()
 
         return take
 
@@ -137,9 +137,9 @@ class GatedDeltaNet(nn.Module):
         if (log_rate := small.get("A_log")) is not None:
             new["decay_rate_H"] = log_rate[heads.local_v].exp().to(device)
         if (dt_bias := small.get("dt_bias")) is not None:
-            new["dt_bias_H"] = dt_bias[heads.local_v].clone().to(device)
+            new["dt_bias_H"] = dt_bias[heads.local_v].to(device)
         if (norm := small.get("norm.weight")) is not None:
-            new["norm_weight_E"] = norm.clone().to(device)
+            new["norm_weight_E"] = norm.to(device)
         if self.weights is not None:
             self.weights = dataclasses.replace(self.weights, **new)
         elif len(new) == 4:
