@@ -37,7 +37,7 @@ TABLE = {
     "reshape_and_cache":  ("cpu", "triton",     "xpu triton"),
     "paged_attention":    ("cpu", "triton",     "xpu triton"),
     "topk_softmax":       ("",    "triton",     "xpu triton"),
-    "topk_sigmoid":       ("",    "triton",     "xpu triton"),
+    "topk_sigmoid":       ("",    "triton",     "triton"),
     "fused_experts":      ("cpu", "triton",     "xpu triton"),
     "gated_delta_net":    ("cpu", "fla triton", "xpu fla triton"),
 }  # fmt: skip

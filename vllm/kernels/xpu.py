@@ -268,8 +268,9 @@ def empty_experts(E: int, N: int, K: int, dtype: torch.dtype, gated: bool = Fals
 
 def pack_expert_weights(weight_ENK: Tensor, gated: bool = False) -> PackedExperts:
     """As ``empty_experts``, filled."""
+    E, N, K = weight_ENK.shape
     with weight_ENK.device:
-        packed = empty_experts(*weight_ENK.shape, weight_ENK.dtype, gated)
+        packed = empty_experts(E, N, K, weight_ENK.dtype, gated)
     packed.data.copy_(weight_ENK)
     return packed
 

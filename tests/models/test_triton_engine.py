@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine with every operator that Triton has from Triton, in its interpreter: transformers' tokens, fp32.
+
+Rows are padded, chunks are cut, every byte that is not written is NaN. The interpreter takes seconds for a step, so the
+loads are small; the same kernels meet many more shapes in tests/kernels/triton.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import launcher
+import pytest
+import rank_checks
+import tiny_hybrids as hybrids
+import tiny_models as tiny
+
+from vllm.kernels import table
+
+PROMPTS = [tiny.prompt(length, seed=3) for length in (5, 1, 11)]
+NUM_TOKENS = 3
+
+
+def models_of(name: str) -> Any:
+    return tiny if name in tiny.CHECKPOINTS else hybrids
+
+
+@pytest.fixture(autouse=True)
+def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_KERNELS", "triton")
+
+
+@pytest.mark.parametrize("name", ["llama-rope", "qwen3-window", "mixtral", "qwen3-moe", "qwen3-next", "qwen3.5-moe"])
+def test_tokens(name: str, nan_poison: None) -> None:
+    models = models_of(name)
+    llm = models.make_llm(name, max_num_batched_tokens=8, compilation_config={"cudagraph_capture_sizes": [4, 8]})
+    used = {choice.operator: choice.implementation for choice in table.choose("cpu").values()}
+    assert {operator for operator, by in used.items() if by != "triton"} == {"linear"}
+    outputs = tiny.generate(llm, PROMPTS, NUM_TOKENS)
+    llm.shutdown()
+    assert tiny.tokens(outputs) == [models.greedy(name, prompt, NUM_TOKENS) for prompt in PROMPTS]
+
+
+def on_ranks(folder: str) -> list[tuple[int, ...]]:
+    from test_step import make_llm
+
+    llm = make_llm(folder, 2, 2)
+    outputs = tiny.generate(llm, PROMPTS[: 2 - rank_checks.own_rank() // 2], NUM_TOKENS)
+    llm.shutdown()
+    return tiny.tokens(outputs)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", ["mixtral", "qwen3.5-moe"])
+def test_tokens_of_tp_2_dp_2_with_experts_over_all(name: str) -> None:
+    models = models_of(name)
+    env = {"VLLM_KERNELS": "triton", "TRITON_INTERPRET": "1"}
+    found = launcher.run_ranks(on_ranks, 4, models.checkpoint(name), env=env, poison=True, deadline_s=240)
+    expected = [models.greedy(name, prompt, NUM_TOKENS) for prompt in PROMPTS[:2]]
+    assert found == [expected, expected, expected[:1], expected[:1]]
