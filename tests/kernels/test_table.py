@@ -14,6 +14,8 @@ import torch
 from vllm.entrypoints.cli import collect_env
 from vllm.kernels import checks, cpu, ops, packages, reference, table
 
+ONLY_TORCH = ("topk_softmax", "topk_sigmoid")  # on the CPU
+
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str]]:
@@ -48,14 +50,14 @@ def test_every_operator_has_contract_twin_and_row() -> None:
     for operator in table.TABLE:
         assert getattr(ops, operator).__doc__, f"{operator} has no contract"
         expected = [*inspect.signature(getattr(ops, operator)).parameters]
-        for module in (reference, cpu):
+        for module in (reference, cpu, triton):
             if hasattr(module, operator):
                 assert [*inspect.signature(getattr(module, operator)).parameters] == expected, (module, operator)
         assert hasattr(reference, operator)
 
 
 def test_choices_without_any_variable(chosen: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    own = {"topk_softmax": "reference"}
+    own = dict.fromkeys(ONLY_TORCH, "reference")
     assert chosen("cpu") == {operator: own.get(operator, "cpu") for operator in table.TABLE}
     assert set(chosen("meta").values()) == {"reference"}
     monkeypatch.setattr(table, "kernel_package", packages_with())
@@ -67,11 +69,11 @@ def test_choices_without_any_variable(chosen: Callable[..., dict[str, str]], mon
 def test_names_of_the_environment(chosen: Callable[..., dict[str, str]]) -> None:
     assert set(chosen(VLLM_KERNELS="reference").values()) == {"reference"}
     one = chosen(VLLM_KERNELS="rms_norm = reference, silu_and_mul=reference")
-    assert {name for name, used in one.items() if used == "reference"} == {"rms_norm", "silu_and_mul", "topk_softmax"}
+    assert {name for name, used in one.items() if used == "reference"} == {"rms_norm", "silu_and_mul", *ONLY_TORCH}
     both = chosen(VLLM_KERNELS="reference,paged_attention=cpu")
     assert {name for name, used in both.items() if used == "cpu"} == {"paged_attention"}
     backend = chosen(VLLM_ATTENTION_BACKEND="TORCH_PAGED")
-    assert {name for name, used in backend.items() if used == "reference"} == {*table.ATTENTION, "topk_softmax"}
+    assert {name for name, used in backend.items() if used == "reference"} == {*table.ATTENTION, *ONLY_TORCH}
 
 
 @pytest.mark.parametrize(

@@ -112,20 +112,25 @@ def _rotated(device: str) -> tuple[Any, ...]:
     return positions, _randn(device, ROWS, 4, 64), _randn(device, ROWS, 2, 64), table
 
 
+def _routed(device: str) -> tuple[Any, ...]:
+    return _pads(_randn(device, ROWS, 16, dtype=torch.float32) * 3), 4, True, REAL
+
+
 def _linear(device: str) -> tuple[Any, ...]:
     return _randn(device, ROWS, 64) / 8, weights.pack_linear_weight(_randn(device, 32, 64))
 
 
 _CASES: dict[str, Callable[[str], tuple[Any, ...]]] = {
     "linear": _linear,
-    "embedding": lambda d: (_ints(d, [3, 0, 31], torch.int64), weights.pack_linear_weight(_randn(d, 32, 64))),
+    "embedding": lambda d: (_ints(d, [8, 5, 36, 4, 37], torch.int64), _linear(d)[1], (5, 37)),
     "rms_norm": lambda d: (_randn(d, ROWS, 3, 64), _randn(d, 64), 1e-6),
     "fused_add_rms_norm": lambda d: (_randn(d, ROWS, 64), _randn(d, ROWS, 64) + 1, _randn(d, 64), 1e-6),
     "silu_and_mul": lambda d: (_randn(d, ROWS, 128),),
     "rotary_embedding": _rotated,
     "reshape_and_cache": _cached,
     "paged_attention": _paged,
-    "topk_softmax": lambda d: (_pads(_randn(d, ROWS, 16, dtype=torch.float32) * 3), 4, True, REAL),
+    "topk_softmax": _routed,
+    "topk_sigmoid": lambda d: (*_routed(d), _randn(d, 16, dtype=torch.float32) / 4),
     "fused_experts": _experts,
     "gated_delta_net": _delta_net,
 }

@@ -62,9 +62,13 @@ def linear(x_TK: Tensor, packed: PackedWeight, bias_N: Tensor | None = None, out
     return _run_packed("linear", packed, x_TK, packed, bias_N, out)
 
 
-def embedding(ids_T: Tensor, packed: PackedWeight) -> Tensor:
-    """Rows ``ids`` (int64 [T], each in [0, N)) of a packed weight -> [T, K]: tied embeddings need no second copy."""
-    return _run_packed("embedding", packed, ids_T, packed)
+def embedding(ids_T: Tensor, packed: PackedWeight, vocab_range: tuple[int, int] | None = None) -> Tensor:
+    """Rows ``ids`` (int64 [T]) of a packed weight -> [T, K]: tied embeddings need no second copy.
+
+    Without ``vocab_range`` each id is in [0, N). With it the weight's rows are those of the ids [first, last),
+    at most N, and any other id gives a row that is exactly 0: ranks that share a vocabulary add up their results.
+    """
+    return _run_packed("embedding", packed, ids_T, packed, vocab_range)
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -94,16 +98,20 @@ def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
     return _run("silu_and_mul", x, out)
 
 
-def rotary_embedding(positions_T: Tensor, q_THD: Tensor, k_TJD: Tensor, cos_sin_cache: Tensor) -> None:
-    """Rotates q and k in place, NeoX halves, in float32 with one rounding.
+def rotary_embedding(
+    positions_T: Tensor, q_THD: Tensor, k_TJD: Tensor, cos_sin_cache: Tensor, interleaved: bool = False
+) -> None:
+    """Rotates q and k in place, in float32 with one rounding.
 
     Args:
         positions_T: int64 [T], each in [0, P).
         q_THD, k_TJD: [T, H, D] and [T, J, D], may be views into a fused row; the last dimension contiguous.
         cos_sin_cache: float32 [P, rot_dim], cosines of the rot_dim / 2 angles, then sines. rot_dim <= D is even; the
             elements of a head past rot_dim stay as they are.
+        interleaved: angle i turns the elements 2 i and 2 i + 1 (GPT-J, latent attention), not i and i + rot_dim / 2
+            (NeoX, Llama).
     """
-    _run("rotary_embedding", positions_T, q_THD, k_TJD, cos_sin_cache)
+    _run("rotary_embedding", positions_T, q_THD, k_TJD, cos_sin_cache, interleaved)
 
 
 def reshape_and_cache(
@@ -200,14 +208,30 @@ def repack_expert_weight(packed: PackedExperts, expert: int, weight_NK: Tensor, 
 
 
 def topk_softmax(
-    router_logits_TE: Tensor, top_k: int, renormalize: bool, num_tokens_unpadded: int
+    router_logits_TE: Tensor, top_k: int, renormalize: bool, num_tokens_unpadded: int | Tensor
 ) -> tuple[Tensor, Tensor]:
     """Softmax over all experts in fp32, then the ``top_k`` largest (Shazeer et al. 2017; Jiang et al. 2024).
 
-    router_logits [T, E] → weights [T, top_k] fp32, ids [T, top_k] int32. Rows from ``num_tokens_unpadded`` on are
-    padding: id -1 and weight 0, whatever their logits hold. A NaN there would make top-k return one expert many times.
+    router_logits [T, E] → weights [T, top_k] fp32, largest first, ids [T, top_k] int32. Which of equal experts is taken
+    is the implementation's: Triton's takes the lowest, ``torch.topk`` any, always the same. Rows from
+    ``num_tokens_unpadded`` on are padding: id -1 and weight 0, whatever their logits hold. A NaN there would make top-k
+    return one expert many times. The number may be a tensor of one element, for a captured step.
     """
     return _run("topk_softmax", router_logits_TE, top_k, renormalize, num_tokens_unpadded)
+
+
+def topk_sigmoid(
+    router_logits_TE: Tensor,
+    top_k: int,
+    renormalize: bool,
+    num_tokens_unpadded: int | Tensor,
+    bias_E: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As ``topk_softmax`` with each expert's own sigmoid in fp32; ``renormalize`` divides by the sum + 1e-20.
+
+    ``bias_E`` [E] is added for the choice and its order, not to the weights (DeepSeek-AI 2024, arXiv:2412.19437).
+    """
+    return _run("topk_sigmoid", router_logits_TE, top_k, renormalize, num_tokens_unpadded, bias_E)
 
 
 def paged_attention_workspace(

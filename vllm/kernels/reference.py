@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm.kernels.reference_gdn import GDNWeights, delta_rule_chunked, gated_delta_net_ref
-from vllm.kernels.weights import PackedExperts, PackedWeight
+from vllm.kernels.weights import PackedExperts, PackedWeight, rows_in_range
 
 _MOST_SCORES = 1 << 24
 
@@ -21,8 +21,11 @@ def linear(x_TK: Tensor, packed: PackedWeight, bias_N: Tensor | None = None, out
     return y if out is None else out.copy_(y)
 
 
-def embedding(ids_T: Tensor, packed: PackedWeight) -> Tensor:
-    return F.embedding(ids_T, packed.data)
+def embedding(ids_T: Tensor, packed: PackedWeight, vocab_range: tuple[int, int] | None = None) -> Tensor:
+    if vocab_range is None:
+        return F.embedding(ids_T, packed.data)
+    rows, elsewhere = rows_in_range(ids_T, vocab_range)
+    return F.embedding(rows, packed.data).masked_fill_(elsewhere[:, None], 0)
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -45,12 +48,19 @@ def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
     return y if out is None else out.copy_(y)
 
 
-def rotary_embedding(positions_T: Tensor, q_THD: Tensor, k_TJD: Tensor, cos_sin_cache: Tensor) -> None:
+def rotary_embedding(
+    positions_T: Tensor, q_THD: Tensor, k_TJD: Tensor, cos_sin_cache: Tensor, interleaved: bool = False
+) -> None:
     rot_dim = cos_sin_cache.shape[1]
     cos, sin = cos_sin_cache[positions_T].unsqueeze(1).chunk(2, dim=-1)
     for x in (q_THD, k_TJD):
-        a, b = x[..., :rot_dim].to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
-        x[..., :rot_dim] = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+        of_a, of_b = (
+            (slice(0, rot_dim, 2), slice(1, rot_dim, 2))
+            if interleaved
+            else (slice(0, rot_dim // 2), slice(rot_dim // 2, rot_dim))
+        )
+        a, b = (x[..., part].to(torch.promote_types(x.dtype, torch.float32), copy=True) for part in (of_a, of_b))
+        x[..., of_a], x[..., of_b] = (a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)
 
 
 def reshape_and_cache(
@@ -143,12 +153,28 @@ def fused_experts(
 
 
 def topk_softmax(
-    router_logits_TE: Tensor, top_k: int, renormalize: bool, num_tokens_unpadded: int
+    router_logits_TE: Tensor, top_k: int, renormalize: bool, num_tokens_unpadded: int | Tensor
 ) -> tuple[Tensor, Tensor]:
     chosen = router_logits_TE.float().softmax(-1).topk(top_k)
     weights, ids = chosen.values, chosen.indices.int()
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
+    weights[num_tokens_unpadded:], ids[num_tokens_unpadded:] = 0, -1
+    return weights, ids
+
+
+def topk_sigmoid(
+    router_logits_TE: Tensor,
+    top_k: int,
+    renormalize: bool,
+    num_tokens_unpadded: int | Tensor,
+    bias_E: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    scores = router_logits_TE.float().sigmoid()
+    ids = (scores if bias_E is None else scores + bias_E).topk(top_k).indices
+    weights, ids = scores.gather(1, ids), ids.int()
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     weights[num_tokens_unpadded:], ids[num_tokens_unpadded:] = 0, -1
     return weights, ids
 

@@ -29,7 +29,7 @@ logger = init_logger(__name__)
 #                       cpu    cuda          xpu
 TABLE = {
     "linear":             ("cpu", "",           ""),
-    "embedding":          ("cpu", "",           ""),
+    "embedding":          ("cpu", "triton",     "triton"),
     "rms_norm":           ("cpu", "triton",     "xpu triton"),
     "fused_add_rms_norm": ("cpu", "triton",     "xpu triton"),
     "silu_and_mul":       ("cpu", "triton",     "xpu triton"),
@@ -37,6 +37,7 @@ TABLE = {
     "reshape_and_cache":  ("cpu", "triton",     "xpu triton"),
     "paged_attention":    ("cpu", "triton",     "xpu triton"),
     "topk_softmax":       ("",    "triton",     "xpu triton"),
+    "topk_sigmoid":       ("",    "triton",     "xpu triton"),
     "fused_experts":      ("cpu", "triton",     "xpu triton"),
     "gated_delta_net":    ("cpu", "fla triton", "xpu fla triton"),
 }  # fmt: skip

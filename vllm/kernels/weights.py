@@ -58,6 +58,13 @@ def unpack_linear_weight(packed: PackedWeight) -> Tensor:
     return packed.data
 
 
+def rows_in_range(ids_T: Tensor, vocab_range: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """(a row for every id, 0 for those that are not in the range; which those are)."""
+    first, last = vocab_range
+    elsewhere = (ids_T < first) | (ids_T >= last)
+    return (ids_T - first).masked_fill(elsewhere, 0), elsewhere
+
+
 def pack_expert_weights(weight_ENK: Tensor, gated: bool = False) -> PackedExperts:
     E, N, K = weight_ENK.shape
     return PackedExperts(E, N, K, weight_ENK.dtype, weight_ENK, "plain", gated)

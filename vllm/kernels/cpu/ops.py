@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vllm.kernels.cpu import build
 from vllm.kernels.memory import huge_page_empty
-from vllm.kernels.weights import PackedExperts, PackedWeight
+from vllm.kernels.weights import PackedExperts, PackedWeight, rows_in_range
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -50,7 +50,7 @@ def _at(tensor: Tensor) -> int:
 # A kernel takes one packed record of 8-byte fields, as its ``...Args`` in csrc has them: converting a dozen arguments
 # one by one would cost ctypes more than most calls compute.
 _i7, _i8, _i12 = struct.Struct("7q").pack, struct.Struct("8q").pack, struct.Struct("12q").pack
-_i15, _i16, _i19 = struct.Struct("15q").pack, struct.Struct("16q").pack, struct.Struct("19q").pack
+_i16, _i19 = struct.Struct("16q").pack, struct.Struct("19q").pack
 _i15_f, _i27_f = struct.Struct("15qd").pack, struct.Struct("27qd").pack
 _FUNCTIONS = (
     "vc_panel_width",
@@ -187,8 +187,11 @@ def linear(x_TK: Tensor, packed: PackedWeight, bias_N: Tensor | None = None, out
     return out
 
 
-def embedding(ids_T: Tensor, packed: PackedWeight) -> Tensor:
+def embedding(ids_T: Tensor, packed: PackedWeight, vocab_range: tuple[int, int] | None = None) -> Tensor:
     _panels(packed)
+    if vocab_range is not None:
+        rows_T, elsewhere = rows_in_range(ids_T, vocab_range)
+        return embedding(rows_T, packed).masked_fill_(elsewhere[:, None], 0)
     assert ids_T.dtype is torch.int64 and ids_T.dim() == 1, f"ids are {ids_T.shape} {ids_T.dtype}, needed int64 [T]"
     ids_T = ids_T.contiguous()
     T = ids_T.shape[0]
@@ -272,7 +275,9 @@ def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
 # Attention
 
 
-def rotary_embedding(positions_T: Tensor, q_THD: Tensor, k_TJD: Tensor, cos_sin_cache: Tensor) -> None:
+def rotary_embedding(
+    positions_T: Tensor, q_THD: Tensor, k_TJD: Tensor, cos_sin_cache: Tensor, interleaved: bool = False
+) -> None:
     kernels = _kernels()
     T, H, D = q_THD.shape
     _, J, _ = k_shape = k_TJD.shape
@@ -288,9 +293,9 @@ def rotary_embedding(positions_T: Tensor, q_THD: Tensor, k_TJD: Tensor, cos_sin_
     )
     assert q2 == k2 == 1, f"last strides are {q2}, {k2}, needed 1"
     bad = kernels.vc_rotary(
-        _i15(
+        _i16(
             _CODE[dtype], T, H, J, rot_dim, P, _at(positions_T), _at(q_THD), q0, q1, _at(k_TJD), k0,
-            k1, _at(cos_sin_cache), _threads(),
+            k1, _at(cos_sin_cache), _threads(), interleaved,
         )
     )  # fmt: skip
     assert not bad, f"positions from {positions_T.min()} to {positions_T.max()} do not fit a cache of {P}"

@@ -4,3 +4,22 @@
 Inputs are widened to fp32 after they are loaded and rounded once before they are stored. Without a device the kernels
 run in Triton's interpreter (``TRITON_INTERPRET=1``, set before ``triton`` is imported), launch by launch in Python.
 """
+
+from vllm.kernels.triton.activation import silu_and_mul
+from vllm.kernels.triton.cache import reshape_and_cache
+from vllm.kernels.triton.embedding import embedding
+from vllm.kernels.triton.norms import fused_add_rms_norm, rms_norm, rms_norm_gated
+from vllm.kernels.triton.rotary import rotary_embedding
+from vllm.kernels.triton.routing import topk_sigmoid, topk_softmax
+
+__all__ = [
+    "embedding",
+    "fused_add_rms_norm",
+    "reshape_and_cache",
+    "rms_norm",
+    "rms_norm_gated",
+    "rotary_embedding",
+    "silu_and_mul",
+    "topk_sigmoid",
+    "topk_softmax",
+]

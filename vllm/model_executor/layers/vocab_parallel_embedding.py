@@ -52,16 +52,14 @@ class VocabParallelEmbedding(nn.Module):
         assert self.weight is not None, f"{self.prefix}: no weight was loaded"
         self.packed, self.weight = ops.pack_linear_weight(self.weight, self.packed), None
 
-    def _lookup(self, rows: torch.Tensor) -> torch.Tensor:
+    def _lookup(self, ids: torch.Tensor, vocab_range: tuple[int, int] | None = None) -> torch.Tensor:
         assert self.packed is not None, f"{self.prefix}: no weight was loaded"
-        return ops.embedding(rows, self.packed)
+        return ops.embedding(ids, self.packed, vocab_range)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         if self.tp_size == 1:
             return self._lookup(input_ids)
-        elsewhere = (input_ids < self.first) | (input_ids >= self.last)
-        out = self._lookup((input_ids - self.first).masked_fill(elsewhere, 0))
-        return tensor_model_parallel_all_reduce(out.masked_fill_(elsewhere[:, None], 0))
+        return tensor_model_parallel_all_reduce(self._lookup(input_ids, (self.first, self.last)))
 
     def project(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden [R, hidden] → this rank's logits [R, rows_per_partition]."""

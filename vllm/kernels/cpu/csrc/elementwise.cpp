@@ -88,6 +88,20 @@ void rotate(int64_t heads, int64_t stride, int64_t half, const float* cos_sin, T
   }
 }
 
+// The same for elements that stand beside one another.
+template <class T>
+void rotate_pairs(int64_t heads, int64_t stride, int64_t half, const float* cos_sin, T* x) {
+  for (int64_t h = 0; h < heads; h++)
+    for_columns(half, [&](int64_t d, int n) {
+      T a[VL] = {}, b[VL] = {}, *pair = x + h * stride + 2 * d;
+      for (int i = 0; i < n; i++) a[i] = pair[2 * i], b[i] = pair[2 * i + 1];
+      vf c = get(cos_sin + d, n), s = get(cos_sin + half + d, n), u = load(a), v = load(b);
+      store(a, u * c - v * s);
+      store(b, v * c + u * s);
+      for (int i = 0; i < n; i++) pair[2 * i] = a[i], pair[2 * i + 1] = b[i];
+    });
+}
+
 }  // namespace
 
 EXPORT int vc_rms_norm(const NormArgs* a) {
@@ -116,7 +130,7 @@ struct RotaryArgs {
   void* k;
   int64_t k0, k1;
   const float* cos_sin;
-  int64_t threads;
+  int64_t threads, interleaved;
 };
 EXPORT int vc_rotary(const RotaryArgs* a) {
   for (int64_t t = 0; t < a->T; t++)
@@ -126,8 +140,9 @@ EXPORT int vc_rotary(const RotaryArgs* a) {
     for_range((int)a->threads, a->T, grain(4 * (a->H + a->J) * a->rot_dim), [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; t++) {
         const float* cs = a->cos_sin + a->position[t] * a->rot_dim;
-        rotate(a->H, a->q1, a->rot_dim / 2, cs, (T*)a->q + t * a->q0);
-        rotate(a->J, a->k1, a->rot_dim / 2, cs, (T*)a->k + t * a->k0);
+        auto turn = a->interleaved ? rotate_pairs<T> : rotate<T>;
+        turn(a->H, a->q1, a->rot_dim / 2, cs, (T*)a->q + t * a->q0);
+        turn(a->J, a->k1, a->rot_dim / 2, cs, (T*)a->k + t * a->k0);
       }
     });
   });

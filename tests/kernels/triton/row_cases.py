@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of the row-wise kernels share: each comparison runs in the interpreter at small sizes and on a device
+at real ones.
+
+The interpreter cuts bfloat16 off where hardware rounds it, so a rounding is bounded by a whole unit in the last place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from torch import Tensor
+
+NAN = float("nan")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SUM = 2e-6  # float32 summation and functions, relative to the sum of magnitudes
+ACCELERATOR = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+few = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def on_a_device(test: Any) -> Any:
+    """Marks a test for the device suite."""
+    return pytest.mark.device(pytest.mark.skipif(ACCELERATOR is None, reason="no XPU or CUDA device")(test))
+
+
+def randn(*size: int, seed: int = 0) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def wide_rows(x: Tensor, device: Any) -> Tensor:
+    """A copy of [T, N] as a view into wider rows whose other elements are NaN."""
+    pads = torch.full((len(x), 8), NAN, dtype=x.dtype)
+    return torch.cat((pads, x, pads), dim=1).to(device)[:, 8:-8]
+
+
+def around(x: Tensor) -> Tensor:
+    """Whether all that lies beside the view that ``wide_rows`` or ``nan_rows`` gave is still NaN."""
+    whole = x.as_strided((len(x), x.stride(0)), (x.stride(0), 1), x.storage_offset() - 8)
+    return torch.cat((whole[:, :8], whole[:, -8:]), dim=1).isnan().all()
+
+
+def nan_rows(T: int, width: int, dtype: torch.dtype, device: Any) -> Tensor:
+    """[T, width] of NaN, a view into wider rows of NaN."""
+    return wide_rows(torch.full((T, width), NAN, dtype=dtype), device)
+
+
+def assert_close(got: Tensor, want: Tensor, magnitude: Tensor | None = None, roundings: int = 1) -> None:
+    """``want`` in fp64; ``magnitude``: the sum of the magnitudes that were summed up."""
+    assert got.shape == want.shape
+    got, info = got.cpu(), torch.finfo(got.dtype)
+    bound = roundings * info.eps * want.abs() + SUM * (want.abs() if magnitude is None else magnitude) + info.tiny
+    excess = (got.double() - want).abs() - bound
+    assert (excess <= 0).all(), f"off by {excess.nan_to_num(torch.inf).max()} more than the bound"

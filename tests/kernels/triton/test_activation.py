@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gated activation in Triton against its twin in fp64, among NaN."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm.kernels import reference
+
+pytest.importorskip("triton")
+from row_cases import ACCELERATOR, DTYPES, NAN, around, assert_close, few, nan_rows, on_a_device, randn, wide_rows
+
+from vllm.kernels.triton import silu_and_mul
+
+
+def check(T: int, D: int, dtype: torch.dtype, in_x: bool, device: Any) -> None:
+    """The last row is NaN."""
+    x_cpu = (4 * randn(T, 2 * D)).to(dtype)
+    x_cpu[0, : min(4, D)] = torch.tensor([-100.0, 100.0, -0.0, 88.0])[: min(4, D)]
+    x_cpu[-1] = NAN
+    x = wide_rows(x_cpu, device)
+    out = x[:, :D] if in_x else nan_rows(T, D, dtype, device)
+    assert silu_and_mul(x, out) is out
+    want = reference.silu_and_mul(x_cpu.double())
+    assert_close(out[:-1], want[:-1], 4 * want[:-1].abs())
+    assert not out[-1].isfinite().any()
+    assert torch.equal(x[:-1, D:].cpu(), x_cpu[:-1, D:])
+    assert around(x)
+    assert in_x or around(out)
+
+
+@few
+@given(st.integers(1, 9), st.sampled_from([1, 7, 48, 1030]), st.sampled_from(DTYPES), st.booleans())
+def test_silu_and_mul(nan_poison, T, D, dtype, in_x):
+    check(T, D, dtype, in_x, "cpu")
+
+
+def test_new_memory_is_written_everywhere(nan_poison):
+    x = randn(37, 2 * 48)
+    got = silu_and_mul(x)
+    want = reference.silu_and_mul(x.double())
+    assert_close(got, want, 4 * want.abs())
+    assert silu_and_mul(x[:0]).shape == (0, 48)
+
+
+def test_misuse_is_named():
+    with pytest.raises(AssertionError, match=r"\(2, 5\).*needed \(2, 4\)"):
+        silu_and_mul(torch.randn(2, 5))
+    with pytest.raises(AssertionError, match=r"bfloat16, needed \(2, 2\) float32"):
+        silu_and_mul(torch.randn(2, 4), torch.empty(2, 2).bfloat16())
+    with pytest.raises(NotImplementedError, match="float64"):
+        silu_and_mul(torch.randn(2, 4).double())
+
+
+@on_a_device
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("T", [1, 26, 777])
+def test_real_sizes_on_the_device(T, dtype):
+    for D in (768, 2880, 6144):
+        check(T, D, dtype, True, ACCELERATOR)
+        check(T, D, dtype, False, ACCELERATOR)

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice of experts in Triton against its twin, with pad rows of NaN, which choose none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm.kernels import ops, reference
+
+pytest.importorskip("triton")
+from row_cases import ACCELERATOR, DTYPES, NAN, few, on_a_device, randn, wide_rows
+
+from vllm.kernels import triton as operators
+
+
+def scores_of(logits: torch.Tensor, sigmoid: bool, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return logits.to(dtype).sigmoid() if sigmoid else logits.to(dtype).softmax(-1)
+
+
+def check(
+    rows: tuple[int, int],
+    E: int,
+    K: int,
+    scoring: str,
+    renormalize: bool,
+    dtype: torch.dtype,
+    count_on: str,
+    device: Any,
+) -> None:
+    """``rows``: real ones and pads. Scores are off by 1e-6, so those of the chosen may be that much below the best."""
+    real, pads = rows
+    logits = 2 * randn(real + pads, E).to(dtype)
+    logits[real:] = NAN
+    bias = 0.3 * randn(E, seed=1) if scoring == "sigmoid with bias" else None
+    count = {
+        "host": real,
+        "scalar": torch.tensor(real, device=device),
+        "one": torch.tensor([real], device=device).int(),
+    }
+    args = (wide_rows(logits, device), K, renormalize, count[count_on])
+    sigmoid = scoring != "softmax"
+    if sigmoid:
+        weights, ids = operators.topk_sigmoid(*args, None if bias is None else bias.to(device))
+        by_twin, _ = reference.topk_sigmoid(logits, K, renormalize, real, bias)
+    else:
+        weights, ids = operators.topk_softmax(*args)
+        by_twin, _ = reference.topk_softmax(logits, K, renormalize, real)
+    weights, ids = weights.cpu(), ids.cpu()
+    assert weights.dtype is torch.float32
+    assert ids.dtype is torch.int32
+    assert ids[real:].eq(-1).all()
+    assert weights[real:].eq(0).all()
+    ids, weights = ids[:real].long(), weights[:real].double()
+    assert all(len(set(row)) == K and set(row) <= set(range(E)) for row in ids.tolist())
+    scores = scores_of(logits[:real], sigmoid)
+    keys = scores if bias is None else scores + bias.double()
+    chosen = keys.gather(1, ids)
+    torch.testing.assert_close(chosen, keys.topk(K).values, rtol=1e-6, atol=1e-6)
+    want = scores.gather(1, ids)
+    if renormalize:
+        want /= want.sum(-1, keepdim=True)
+    torch.testing.assert_close(weights, want, rtol=4e-6, atol=1e-12)
+    if bias is None:
+        torch.testing.assert_close(weights, by_twin[:real].double(), rtol=4e-6, atol=1e-12)
+
+
+@few
+@given(
+    st.tuples(st.integers(0, 5), st.integers(0, 3)),
+    st.sampled_from([(1, 1), (5, 3), (8, 8), (24, 4)]),
+    st.sampled_from(["softmax", "sigmoid", "sigmoid with bias"]),
+    st.booleans(),
+    st.sampled_from(DTYPES),
+    st.sampled_from(["host", "scalar", "one"]),
+)
+def test_topk(nan_poison, rows, sizes, scoring, renormalize, dtype, count_on):
+    check(rows, *sizes, scoring, renormalize, dtype, count_on, "cpu")
+
+
+@pytest.mark.parametrize("scoring", ["topk_softmax", "topk_sigmoid"])
+def test_of_equal_experts_the_lowest_is_taken(scoring):
+    logits = torch.randint(0, 3, (6, 24), generator=torch.Generator().manual_seed(0)).float()
+    logits[-1] = 40.0  # the sigmoid's largest value
+    _, ids = getattr(operators, scoring)(logits, 5, False, 6)
+    in_order = scores_of(logits, scoring == "topk_sigmoid", torch.float32).sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(ids.long(), in_order.indices[:, :5])
+
+
+@pytest.mark.parametrize("scoring", ["topk_softmax", "topk_sigmoid"])
+def test_a_real_row_of_nan_names_experts_that_exist_and_stays_nan(scoring):
+    logits = randn(3, 6)
+    logits[1] = NAN
+    weights, ids = getattr(operators, scoring)(logits, 3, True, 3)
+    assert weights[1].isnan().all()
+    assert ids[1].tolist() == [0, 1, 2]
+    assert weights[[0, 2]].isfinite().all()
+
+
+def test_a_row_does_not_depend_on_the_others():
+    logits = randn(70, 24)
+    weights, ids = operators.topk_softmax(logits, 4, True, 70)
+    for i in (0, 41, 69):
+        alone = operators.topk_softmax(logits[i : i + 1], 4, True, 1)
+        assert torch.equal(alone[0][0], weights[i])
+        assert torch.equal(alone[1][0], ids[i])
+
+
+def test_sigmoid_equals_transformers():
+    from transformers.models.minimax_m2.configuration_minimax_m2 import MiniMaxM2Config
+    from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
+
+    router = MiniMaxM2TopKRouter(MiniMaxM2Config(hidden_size=16, num_local_experts=8, num_experts_per_tok=3))
+    router.weight.data, x, bias = randn(8, 16), randn(5, 16, seed=2), 0.3 * randn(8, seed=3)
+    logits, want, want_ids = router(x, bias)
+    for implementation in (operators.topk_sigmoid, reference.topk_sigmoid, ops.topk_sigmoid):
+        weights, ids = implementation(logits, 3, True, 5, bias)
+        for row in range(5):
+            got = dict(zip(ids[row].tolist(), weights[row].tolist(), strict=True))
+            assert got == pytest.approx(dict(zip(want_ids[row].tolist(), want[row].tolist(), strict=True)), rel=1e-5)
+
+
+def test_misuse_is_named():
+    with pytest.raises(AssertionError, match="9 of 8 experts"):
+        operators.topk_softmax(torch.zeros(2, 8), 9, True, 2)
+    with pytest.raises(NotImplementedError, match="5000 experts, the most is 4096"):
+        operators.topk_softmax(torch.zeros(2, 5000), 9, True, 2)
+    with pytest.raises(AssertionError, match="one element"):
+        operators.topk_softmax(torch.zeros(2, 8), 2, True, torch.tensor([2, 2]))
+    assert operators.topk_softmax(torch.zeros(0, 8), 2, True, 0)[1].shape == (0, 2)
+
+
+@on_a_device
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [(1, 0), (26, 4), (777, 23), (0, 5)])
+def test_real_sizes_on_the_device(rows, dtype):
+    for E, K in ((8, 2), (64, 6), (128, 8), (256, 8)):
+        for scoring in ("softmax", "sigmoid", "sigmoid with bias"):
+            for count_on in ("host", "one"):
+                check(rows, E, K, scoring, True, dtype, count_on, ACCELERATOR)

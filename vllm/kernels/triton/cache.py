@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The write of new keys and values into the paged cache. It ran in Triton's interpreter, not yet on hardware."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm.kernels.triton.rows import fits, rows_of
+
+_MOST_ELEMENTS = 32768  # that a program holds
+
+
+@triton.jit
+def _write_kernel(
+    k, k0, k1, v, v0, v1, keys, keys0, keys1, keys2, values, values0, values1, values2, slots, block_size, J, D,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + t).to(tl.int64)
+    if slot >= 0:
+        block, offset = slot // block_size, slot % block_size
+        j, d = tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
+        live = (j < J) & (d < D)
+        key = tl.load(k + t * k0 + j * k1 + d, live)
+        tl.store(keys + block * keys0 + j * keys1 + offset * keys2 + d, key, live)
+        value = tl.load(v + t * v0 + j * v1 + d, live)
+        tl.store(values + block * values0 + j * values1 + offset * values2 + d, value, live)
+
+
+def reshape_and_cache(
+    k_TJD: Tensor, v_TJD: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping_T: Tensor
+) -> None:
+    T, J, D = shape = k_TJD.shape
+    dtype, block_size = k_TJD.dtype, key_cache.shape[2]
+    heads, block = triton.next_power_of_2(J), triton.next_power_of_2(D)
+    if heads * block > _MOST_ELEMENTS:
+        raise NotImplementedError(f"{J} heads of size {D}, the most is {_MOST_ELEMENTS} elements")
+    fits("k", k_TJD, shape, dtype)
+    fits("v", v_TJD, shape, dtype)
+    for cache in (key_cache, value_cache):
+        fits("a cache", cache, (key_cache.shape[0], J, block_size, D), dtype)
+    fits("slot_mapping", slot_mapping_T, (T,), torch.int64)
+    if T:
+        _write_kernel[(T,)](
+            k_TJD, *rows_of(k_TJD)[2:], v_TJD, *rows_of(v_TJD)[2:], key_cache, *key_cache.stride()[:3],
+            value_cache, *value_cache.stride()[:3], slot_mapping_T, block_size, J, D, heads, block,
+        )  # fmt: skip

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice of experts. It ran in Triton's interpreter, not yet on hardware.
+
+Of experts with equal scores the one with the lowest index is taken (``torch.topk`` promises no order).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm.kernels.triton.rows import DTYPES, fits, refuse_other_dtypes, rows_of, tile
+
+_MOST_EXPERTS = 4096
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_real"])
+def _topk_kernel(
+    logits, l0, bias, weights, ids, num_rows, num_real, num_real_ptr,
+    E: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    if num_real_ptr is not None:
+        num_real = tl.load(num_real_ptr)
+    t = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    e, k = tl.arange(0, COLUMNS)[None, :], tl.arange(0, BLOCK_K)[None, :]
+    real = (t < num_real) & (t < num_rows)
+    x = tl.load(logits + t * l0 + e, real & (e < E), 0).to(tl.float32)
+    x = tl.where(e < E, x, float("-inf"))
+    if SIGMOID:
+        score = tl.sigmoid(x)
+    else:
+        score = tl.exp(x - tl.max(x, axis=1)[:, None])
+        score = score / tl.sum(score, axis=1)[:, None]
+    key = score
+    if bias is not None:
+        key += tl.load(bias + e, e < E, 0).to(tl.float32)
+    # A row of NaN still chooses K experts that exist, once each.
+    key = tl.where(key != key, float("inf"), key)  # noqa: PLR0124
+    key = tl.where(e < E, key, float("-inf"))
+    weight = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    chosen = tl.full([ROWS, BLOCK_K], -1, tl.int32)
+    total = tl.zeros([ROWS], tl.float32)
+    for i in range(K):
+        best = tl.argmax(key, axis=1, tie_break_left=True)[:, None]
+        of_best = tl.sum(tl.where(e == best, score, 0), axis=1)
+        key = tl.where(e == best, float("-inf"), key)
+        weight = tl.where(k == i, of_best[:, None], weight)
+        chosen = tl.where(k == i, best, chosen)
+        total += of_best
+    if RENORMALIZE:
+        weight = weight / (total + (1e-20 if SIGMOID else 0.0))[:, None]
+    live = (t < num_rows) & (k < K)
+    tl.store(weights + t * K + k, tl.where(real, weight, 0), live)
+    tl.store(ids + t * K + k, tl.where(real, chosen, -1), live)
+
+
+def _topk(
+    logits_TE: Tensor, top_k: int, renormalize: bool, num_real: int | Tensor, sigmoid: bool, bias_E: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    refuse_other_dtypes(logits_TE)
+    T, E = logits_TE.shape
+    if E > _MOST_EXPERTS:
+        raise NotImplementedError(f"{E} experts, the most is {_MOST_EXPERTS}")
+    assert 0 < top_k <= E, f"{top_k} of {E} experts"
+    fits("router_logits", logits_TE, (T, E), logits_TE.dtype)
+    if bias_E is not None:
+        fits("bias", bias_E, (E,), *DTYPES)
+    weights, ids = (logits_TE.new_empty(T, top_k, dtype=dtype) for dtype in (torch.float32, torch.int32))
+    shape = tile(E, _MOST_EXPERTS)
+    on_host, on_device = (0, num_real) if isinstance(num_real, Tensor) else (num_real, None)
+    assert on_device is None or on_device.numel() == 1, f"the number of rows is {on_device}, needed one element"
+    if T:
+        _topk_kernel[(triton.cdiv(T, shape["ROWS"]),)](
+            logits_TE, rows_of(logits_TE)[2], bias_E, weights, ids, T, on_host, on_device,
+            E, top_k, sigmoid, renormalize, triton.next_power_of_2(top_k), **shape,
+        )  # fmt: skip
+    return weights, ids
+
+
+def topk_softmax(
+    router_logits_TE: Tensor, top_k: int, renormalize: bool, num_tokens_unpadded: int | Tensor
+) -> tuple[Tensor, Tensor]:
+    return _topk(router_logits_TE, top_k, renormalize, num_tokens_unpadded, False, None)
+
+
+def topk_sigmoid(
+    router_logits_TE: Tensor,
+    top_k: int,
+    renormalize: bool,
+    num_tokens_unpadded: int | Tensor,
+    bias_E: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    return _topk(router_logits_TE, top_k, renormalize, num_tokens_unpadded, True, bias_E)
