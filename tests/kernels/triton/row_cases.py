@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from torch import Tensor
 
-NAN = float("nan")
+NAN, UNTOUCHED = float("nan"), 7.0
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SUM = 2e-6  # float32 summation and functions, relative to the sum of magnitudes
 ACCELERATOR = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -32,20 +32,24 @@ def randn(*size: int, seed: int = 0) -> Tensor:
 
 
 def wide_rows(x: Tensor, device: Any) -> Tensor:
-    """A copy of [T, N] as a view into wider rows whose other elements are NaN."""
-    pads = torch.full((len(x), 8), NAN, dtype=x.dtype)
-    return torch.cat((pads, x, pads), dim=1).to(device)[:, 8:-8]
-
-
-def around(x: Tensor) -> Tensor:
-    """Whether all that lies beside the view that ``wide_rows`` or ``nan_rows`` gave is still NaN."""
-    whole = x.as_strided((len(x), x.stride(0)), (x.stride(0), 1), x.storage_offset() - 8)
-    return torch.cat((whole[:, :8], whole[:, -8:]), dim=1).isnan().all()
+    """A copy of [T, N] as a view into rows that are NaN beside it, between two rows that no operator may touch."""
+    whole = torch.full((len(x) + 2, x.shape[1] + 16), NAN, dtype=x.dtype)
+    whole[[0, -1]] = UNTOUCHED
+    whole[1:-1, 8:-8] = x
+    return whole.to(device)[1:-1, 8:-8]
 
 
 def nan_rows(T: int, width: int, dtype: torch.dtype, device: Any) -> Tensor:
-    """[T, width] of NaN, a view into wider rows of NaN."""
+    """[T, width] of NaN among the same."""
     return wide_rows(torch.full((T, width), NAN, dtype=dtype), device)
+
+
+def around(x: Tensor) -> bool:
+    """Whether all that lies around what ``wide_rows`` gave is as it was."""
+    width = x.stride(0)
+    whole = x.as_strided((len(x) + 2, width), (width, 1), x.storage_offset() - 8 - width)
+    beside = torch.cat((whole[1:-1, :8], whole[1:-1, -8:]), dim=1)
+    return bool(beside.isnan().all() and (whole[[0, -1]] == UNTOUCHED).all())
 
 
 def assert_close(got: Tensor, want: Tensor, magnitude: Tensor | None = None, roundings: int = 1) -> None:

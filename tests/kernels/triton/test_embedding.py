@@ -48,7 +48,6 @@ def test_wide_rows_take_several_programs(nan_poison):
 
 @pytest.mark.parametrize("implementation", ["reference", "cpu", "triton"])
 def test_a_range_by_every_implementation(monkeypatch, implementation):
-    monkeypatch.setenv("VLLM_KERNELS", f"linear={'cpu' if implementation == 'cpu' else 'reference'}")
     monkeypatch.setenv("VLLM_KERNELS", f"{implementation},linear={'cpu' if implementation == 'cpu' else 'reference'}")
     weight, ids = randn(5, 8), torch.tensor([6, 5, 0, 7, 8, 9, 31])
     got = ops.embedding(ids, ops.pack_linear_weight(weight), (6, 9))

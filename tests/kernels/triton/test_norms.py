@@ -14,7 +14,7 @@ from vllm.kernels import reference
 from vllm.kernels.reference_gdn import rms_norm_gated_ref
 
 pytest.importorskip("triton")
-from row_cases import DTYPES, NAN, around, assert_close, few, nan_rows, on_a_device, randn, wide_rows
+from row_cases import ACCELERATOR, DTYPES, NAN, around, assert_close, few, nan_rows, on_a_device, randn, wide_rows
 
 from vllm.kernels.triton import fused_add_rms_norm, norms, rms_norm, rms_norm_gated
 
@@ -126,8 +126,6 @@ def test_what_is_out_of_range_is_refused_before_anything_is_written():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("T", [1, 26, 777])
 def test_real_sizes_on_the_device(T, dtype):
-    from row_cases import ACCELERATOR
-
     for wide_weight in (False, True):
         for D in (2048, 2880, 7168):
             check_rms_norm(T, 0, D, dtype, wide_weight, "beside", ACCELERATOR)

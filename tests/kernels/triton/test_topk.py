@@ -37,12 +37,9 @@ def check(
     logits = 2 * randn(real + pads, E).to(dtype)
     logits[real:] = NAN
     bias = 0.3 * randn(E, seed=1) if scoring == "sigmoid with bias" else None
-    count = {
-        "host": real,
-        "scalar": torch.tensor(real, device=device),
-        "one": torch.tensor([real], device=device).int(),
-    }
-    args = (wide_rows(logits, device), K, renormalize, count[count_on])
+    count = {"host": real, "scalar": torch.tensor(real), "one": torch.tensor([real]).int()}[count_on]
+    count = count.to(device) if isinstance(count, torch.Tensor) else count
+    args = (wide_rows(logits, device), K, renormalize, count)
     sigmoid = scoring != "softmax"
     if sigmoid:
         weights, ids = operators.topk_sigmoid(*args, None if bias is None else bias.to(device))
