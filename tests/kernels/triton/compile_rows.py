@@ -69,13 +69,13 @@ def main() -> None:
     ids, count = new(T, dtype=torch.int64), new(1, dtype=torch.int32)
     calls: list[tuple[str, tuple[Any, ...]]] = [
         ("rms_norm", (qkv[:, :32], new(128, dtype=torch.float32), 1e-6, qkv[:, :32])),
-        ("rms_norm", (new(T, 16384), new(16384), 1e-6)),
         ("fused_add_rms_norm", (x, new(T, D), new(D), 1e-6)),
         ("silu_and_mul", (new(T, 2 * 768),)),
         ("rotary_embedding", (ids, qkv[:, :32], qkv[:, 32:40], new(40960, 128, dtype=torch.float32))),
         ("rotary_embedding", (ids, qkv, qkv[:, :1], new(40960, 64, dtype=torch.float32), True)),
         ("reshape_and_cache", (qkv[:, 32:40], qkv[:, 40:], *2 * (new(64, 8, 16, 128),), ids)),
         ("embedding", (ids, weights.pack_linear_weight(new(37984, D)), (37984, 75968))),
+        ("topk_softmax", (new(T, 128), 8, True, 22)),
         ("topk_sigmoid", (new(T, 256), 8, True, count, new(256, dtype=torch.float32))),
     ]
     for operator[0], args in calls:
