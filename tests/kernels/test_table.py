@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from vllm.entrypoints.cli import collect_env
-from vllm.kernels import checks, cpu, ops, packages, reference, table
+from vllm.kernels import checks, cpu, ops, packages, reference, table, triton
 
 ONLY_TORCH = ("topk_softmax", "topk_sigmoid")  # on the CPU
 
@@ -174,6 +174,11 @@ def test_checks_pass_what_is_right_and_see_what_is_wrong(operator: str) -> None:
 
     assert "is wrong in" in (checks.failure(operator, wrong, "cpu") or "")
     assert checks.failure(operator, fails, "cpu") == "RuntimeError: no kernel image is available"
+
+
+@pytest.mark.parametrize("operator", [operator for operator in table.TABLE if hasattr(triton, operator)])
+def test_interpreted_kernels_pass_their_checks(operator: str) -> None:
+    assert checks.failure(operator, getattr(triton, operator), "cpu") is None
 
 
 def test_a_kernel_that_fails_its_check_is_not_taken(

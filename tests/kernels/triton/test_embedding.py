@@ -57,16 +57,6 @@ def test_a_range_by_every_implementation(monkeypatch, implementation):
     assert ops.embedding(ids, ops.pack_linear_weight(weight), (3, 3)).eq(0).all()
 
 
-@pytest.mark.parametrize("implementation", ["reference", "triton"])
-def test_who_packed_a_weight_reads_it(monkeypatch, implementation):
-    """The C++ kernels' layout, packed for ``linear``, read where another implementation embeds."""
-    monkeypatch.setenv("VLLM_KERNELS", f"linear=cpu,embedding={implementation}")
-    weight = randn(9, 8)
-    packed = ops.pack_linear_weight(weight)
-    assert packed.kind == "panels"
-    assert torch.equal(ops.embedding(torch.tensor([8, 0]), packed), weight[[8, 0]])
-
-
 def test_misuse_is_named():
     packed = weights.pack_linear_weight(torch.zeros(4, 8))
     with pytest.raises(AssertionError, match="from 3 to 8 do not fit 4 rows"):
