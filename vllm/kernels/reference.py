@@ -156,11 +156,7 @@ def topk_softmax(
     router_logits_TE: Tensor, top_k: int, renormalize: bool, num_tokens_unpadded: int | Tensor
 ) -> tuple[Tensor, Tensor]:
     chosen = router_logits_TE.float().softmax(-1).topk(top_k)
-    weights, ids = chosen.values, chosen.indices.int()
-    if renormalize:
-        weights = weights / weights.sum(-1, keepdim=True)
-    weights[num_tokens_unpadded:], ids[num_tokens_unpadded:] = 0, -1
-    return weights, ids
+    return _shares(chosen.values, chosen.indices, renormalize, 0, num_tokens_unpadded)
 
 
 def topk_sigmoid(
@@ -172,11 +168,16 @@ def topk_sigmoid(
 ) -> tuple[Tensor, Tensor]:
     scores = router_logits_TE.float().sigmoid()
     ids = (scores if bias_E is None else scores + bias_E).topk(top_k).indices
-    weights, ids = scores.gather(1, ids), ids.int()
+    return _shares(scores.gather(1, ids), ids, renormalize, 1e-20, num_tokens_unpadded)
+
+
+def _shares(
+    weights: Tensor, ids: Tensor, renormalize: bool, tiny: float, num_tokens_unpadded: int | Tensor
+) -> tuple[Tensor, Tensor]:
     if renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        weights = weights / (weights.sum(-1, keepdim=True) + tiny)
     weights[num_tokens_unpadded:], ids[num_tokens_unpadded:] = 0, -1
-    return weights, ids
+    return weights, ids.int()
 
 
 def gated_delta_net(

@@ -34,8 +34,8 @@ def fits(name: str, x: Tensor, shape: tuple[int, ...], *dtypes: torch.dtype) -> 
 def rows_of(x: Tensor) -> tuple[int, int, int, int]:
     """(T, H, their strides) of [T, H, D] or, with H = 1, of [T, D]."""
     assert x.dim() in (2, 3), f"x is {tuple(x.shape)}, needed 2 or 3 dimensions"
-    (T, *H), (x0, *x1) = x.shape[:-1], x.stride()[:-1]
-    return T, *(H or [1]), x0, *(x1 or [0])
+    H, x1 = (1, 0) if x.dim() == 2 else (x.shape[1], x.stride(1))
+    return x.shape[0], H, x.stride(0), x1
 
 
 def tile(width: int, most_columns: int, elements: int = 1024) -> dict[str, Any]:
