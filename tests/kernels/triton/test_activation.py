@@ -19,17 +19,17 @@ from vllm.kernels.triton import silu_and_mul
 
 
 def check(T: int, D: int, dtype: torch.dtype, in_x: bool, device: Any) -> None:
-    """The last row is NaN."""
+    """The first row is NaN."""
     x_cpu = (4 * randn(T, 2 * D)).to(dtype)
-    x_cpu[0, : min(4, D)] = torch.tensor([-100.0, 100.0, -0.0, 88.0])[: min(4, D)]
-    x_cpu[-1] = NAN
+    x_cpu[-1, : min(4, D)] = torch.tensor([-100.0, 100.0, -0.0, 88.0])[: min(4, D)]
+    x_cpu[0] = NAN
     x = wide_rows(x_cpu, device)
     out = x[:, :D] if in_x else nan_rows(T, D, dtype, device)
     assert silu_and_mul(x, out) is out
     want = reference.silu_and_mul(x_cpu.double())
-    assert_close(out[:-1], want[:-1], 4 * want[:-1].abs())
-    assert not out[-1].isfinite().any()
-    assert torch.equal(x[:-1, D:].cpu(), x_cpu[:-1, D:])
+    assert_close(out[1:], want[1:], 4 * want[1:].abs())
+    assert not out[0].isfinite().any()
+    assert torch.equal(x[1:, D:].cpu(), x_cpu[1:, D:])
     assert around(x)
     assert in_x or around(out)
 

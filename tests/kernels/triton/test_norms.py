@@ -22,9 +22,9 @@ SIZES = (st.integers(1, 9), st.sampled_from([1, 7, 48, 130]), st.sampled_from(DT
 
 
 def check_rms_norm(T: int, H: int, D: int, dtype: torch.dtype, wide_weight: bool, place: str, device: Any) -> None:
-    """H = 0: two dimensions. The last row is NaN. ``place`` of the result: new, in x, or beside NaN."""
+    """H = 0: two dimensions. The first row is NaN. ``place`` of the result: new, in x, or beside NaN."""
     x_cpu = randn(T, max(H, 1) * D).to(dtype)
-    x_cpu[-1] = NAN
+    x_cpu[0] = NAN
     weight_cpu = randn(D, seed=1).to(torch.float32 if wide_weight else dtype)
     rows, weight = wide_rows(x_cpu, device), weight_cpu.to(device)
     view = (T, H, D) if H else (T, D)
@@ -38,11 +38,11 @@ def check_rms_norm(T: int, H: int, D: int, dtype: torch.dtype, wide_weight: bool
     assert got.dtype is dtype
     want = reference.rms_norm(x_cpu.double().view(view), weight_cpu.double(), 1e-5)
     narrow = not wide_weight and dtype is not torch.float32
-    assert_close(got[:-1], want[:-1], 2 * want[:-1].abs(), roundings=2 if narrow else 1)
-    assert not got[-1].isfinite().any()
+    assert_close(got[1:], want[1:], 2 * want[1:].abs(), roundings=2 if narrow else 1)
+    assert not got[0].isfinite().any()
     assert around(rows)
     assert out_rows is None or around(out_rows)
-    assert place == "x" or torch.equal(rows[:-1], before[:-1])
+    assert place == "x" or torch.equal(rows[1:], before[1:])
 
 
 @few
@@ -69,18 +69,18 @@ def test_a_row_does_not_depend_on_the_others(D):
 
 def check_fused_add(T: int, D: int, dtype: torch.dtype, wide_weight: bool, in_x: bool, device: Any) -> None:
     x_cpu, residual_cpu = randn(T, D).to(dtype), randn(T, D, seed=2).to(dtype)
-    x_cpu[-1] = NAN
+    x_cpu[0] = NAN
     weight_cpu = randn(D, seed=1).to(torch.float32 if wide_weight else dtype)
     x, residual = wide_rows(x_cpu, device), wide_rows(residual_cpu, device)
     out = x if in_x else nan_rows(T, D, dtype, device)
     got, got_residual = fused_add_rms_norm(x, residual, weight_cpu.to(device), 1e-5, out)
     assert got is out
     assert got_residual is residual
-    assert_close(residual[:-1], (x_cpu.double() + residual_cpu.double())[:-1])
-    want = reference.rms_norm(residual.cpu().double(), weight_cpu.double(), 1e-5)[:-1]
+    assert_close(residual[1:], (x_cpu.double() + residual_cpu.double())[1:])
+    want = reference.rms_norm(residual.cpu().double(), weight_cpu.double(), 1e-5)[1:]
     narrow = not wide_weight and dtype is not torch.float32
-    assert_close(got[:-1], want, 2 * want.abs(), roundings=2 if narrow else 1)
-    assert not residual[-1].isfinite().any()
+    assert_close(got[1:], want, 2 * want.abs(), roundings=2 if narrow else 1)
+    assert not residual[0].isfinite().any()
     assert around(x)
     assert around(residual)
     assert around(out)
@@ -94,13 +94,13 @@ def test_fused_add_rms_norm(nan_poison, T, D, dtype, wide_weight, in_x):
 
 def check_gated(T: int, H: int, D: int, x_dtype: torch.dtype, dtype: torch.dtype, place: str, device: Any) -> None:
     x_cpu, z_cpu, weight = randn(T, H * D).to(x_dtype), 4 * randn(T, H * D, seed=2).to(dtype), randn(D, seed=1)
-    z_cpu[-1] = NAN
+    z_cpu[0] = NAN
     x, z = wide_rows(x_cpu, device), wide_rows(z_cpu, device)
     out = {"x": x, "z": z, "beside": nan_rows(T, H * D, dtype, device)}[place]
     got = rms_norm_gated(*(part.unflatten(1, (H, D)) for part in (x, z)), weight.to(device), 1e-6, out.view(T, H, D))
     want = rms_norm_gated_ref(*(part.double().view(T, H, D) for part in (x_cpu, z_cpu)), weight.double(), 1e-6)
-    assert_close(got[:-1], want[:-1], 4 * want[:-1].abs())
-    assert not got[-1].isfinite().any()
+    assert_close(got[1:], want[1:], 4 * want[1:].abs())
+    assert not got[0].isfinite().any()
     assert all(around(part) for part in (x, z, out))
 
 

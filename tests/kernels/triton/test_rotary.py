@@ -26,24 +26,24 @@ def table(P: int, rot_dim: int) -> torch.Tensor:
 def check(
     T: int, H: int, J: int, D: int, rot_dim: int, interleaved: bool, dtype: torch.dtype, device: Any, P: int = 9
 ) -> None:
-    """Heads of a fused row; v, beside them, and the last row are NaN."""
+    """Heads of a fused row; v, beside them, and the first row are NaN."""
     before = randn(T, (H + 2 * J) * D).to(dtype)
     before[:, (H + J) * D :] = NAN
-    before[-1] = NAN
+    before[0] = NAN
     qkv = wide_rows(before, device)
     cache, positions = table(P, rot_dim), torch.randint(0, P, (T,), generator=torch.Generator().manual_seed(T))
     q, k, _ = (part.unflatten(1, (-1, D)) for part in qkv.split((H * D, J * D, J * D), dim=1))
     rotary_embedding(positions.to(device), q, k, cache.to(device), interleaved)
-    got, x = (rows.cpu()[:-1, : (H + J) * D].unflatten(1, (-1, D)) for rows in (qkv, before))
+    got, x = (rows.cpu()[1:, : (H + J) * D].unflatten(1, (-1, D)) for rows in (qkv, before))
     assert torch.equal(got[..., rot_dim:], x[..., rot_dim:])
     # As complex numbers: (a + ib) * (cos + i sin)
     half = rot_dim // 2
     numbers = x[..., :rot_dim].double().unflatten(-1, (half, 2) if interleaved else (2, half))
     numbers = torch.complex(*numbers.unbind(-1 if interleaved else -2))
-    turned = numbers * torch.complex(*cache[positions[:-1]].double().unsqueeze(1).chunk(2, dim=-1))
+    turned = numbers * torch.complex(*cache[positions[1:]].double().unsqueeze(1).chunk(2, dim=-1))
     want = torch.stack((turned.real, turned.imag), dim=-1 if interleaved else -2).flatten(-2)
     size = (numbers.real.abs() + numbers.imag.abs()).unsqueeze(-1 if interleaved else -2)
-    magnitude = size.expand(*want.shape[:-1], *((half, 2) if interleaved else (2, half))).flatten(-2)
+    magnitude = size.expand(*want.shape[1:], *((half, 2) if interleaved else (2, half))).flatten(-2)
     assert_close(got[..., :rot_dim], want, magnitude)
     assert qkv[:, (H + J) * D :].isnan().all()
     assert around(qkv)
