@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from torch import Tensor
 
 NAN, UNTOUCHED = float("nan"), 7.0
@@ -19,7 +19,12 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SUM = 2e-6  # float32 summation and functions, relative to the sum of magnitudes
 ACCELERATOR = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
-few = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(
+    max_examples=30,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 
 
 def on_a_device(test: Any) -> Any:
