@@ -43,7 +43,7 @@ def check(
     turned = numbers * torch.complex(*cache[positions[1:]].double().unsqueeze(1).chunk(2, dim=-1))
     want = torch.stack((turned.real, turned.imag), dim=-1 if interleaved else -2).flatten(-2)
     size = (numbers.real.abs() + numbers.imag.abs()).unsqueeze(-1 if interleaved else -2)
-    magnitude = size.expand(*want.shape[1:], *((half, 2) if interleaved else (2, half))).flatten(-2)
+    magnitude = size.expand(*want.shape[:-1], *((half, 2) if interleaved else (2, half))).flatten(-2)
     assert_close(got[..., :rot_dim], want, magnitude)
     assert qkv[:, (H + J) * D :].isnan().all()
     assert around(qkv)
