@@ -577,9 +577,14 @@ class GroupLease:
         global _made_for_engines
         _drop_stale_groups()
         fresh = "world" not in _groups
+        size = tensor_parallel_size * data_parallel_size
         try:
+            if not fresh and replicas and get_world_group().world_size > size:
+                raise ValueError(
+                    f"the world group was made for {get_world_group().world_size} ranks, a replica has {size}: call "
+                    "destroy_distributed_environment() first, so that the engine makes groups of its own"
+                )
             if fresh:
-                size = tensor_parallel_size * data_parallel_size
                 place = _find_place().fit(size)
                 check_world_size(place.world_size, tensor_parallel_size, data_parallel_size, replicas)
                 _join(place, replica_size=size)
