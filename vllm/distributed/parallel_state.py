@@ -288,7 +288,7 @@ def tell_all_launched(name: str, value: Any) -> list[Any]:
         return [value] * get_local_world_size()
     store, rank, world_size, patience = _launched
     keys = [f"{name}/{other}" for other in range(world_size)]
-    store.set(keys[rank], pickle.dumps(value))
+    store.set(keys[rank], pickle.dumps(value).hex())
     try:
         store.wait(keys, patience)
     except dist.DistError as error:
@@ -297,7 +297,7 @@ def tell_all_launched(name: str, value: Any) -> list[Any]:
             f"ranks {missing} of the {world_size} that were started did not come to make their engine within "
             f"{patience.total_seconds():g} s: see what they report, or start as many ranks as make one"
         ) from error
-    return [pickle.loads(store.get(key)) for key in keys]
+    return [pickle.loads(bytes.fromhex(store.get(key).decode())) for key in keys]
 
 
 def get_store() -> dist.Store:
@@ -410,7 +410,7 @@ def _join(
             _own_default_group = dist.group.WORLD
     if size < world_size:
         logger.info("replica %d of %d, each of %d rank(s)", rank // size, len(_replicas), size)
-    _store = dist.PrefixStore(f"replica/{rank // size}", store) if size > 1 else None
+    _store = None if store is None or size == 1 else dist.PrefixStore(f"replica/{rank // size}", store)
     _groups["world"] = _make_group("world", _replicas, rank, device, backend)
 
 
