@@ -69,7 +69,16 @@ def test_healthy_run_and_unreadable_folders(tmp_path: Path, capsys: pytest.Captu
 
 
 def hand_made(rank: int, *entries: dict[str, Any]) -> RankLedger:
-    about = {"rank": rank, "world_size": 2, "run": "1", "pid": 1, "host": "h", "state": "running", "alive": 110.0}
+    about = {
+        "rank": rank,
+        "world_size": 2,
+        "replica": [0, 1],
+        "run": "1",
+        "pid": 1,
+        "host": "h",
+        "state": "running",
+        "alive": 110.0,
+    }
     base = {"rank": rank, "ranks": [0, 1], "path": "uniform", "sizes": None, "shapes": [], "dtypes": [], "step": 4}
     return RankLedger(about, [{"n": n, "layer": "", "error": "", **base, **e} for n, e in enumerate(entries)])
 

@@ -78,6 +78,7 @@ def make(**kwargs: Any) -> LLM:
         max_num_batched_tokens=64,
         num_gpu_blocks_override=40,
         kv_cache_memory_bytes=1 << 24,
+        distributed_executor_backend=os.environ.get("BACKEND"),
         **kwargs,
     )
 

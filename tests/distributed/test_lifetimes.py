@@ -61,10 +61,11 @@ def fork(server: subprocess.Popen[str], way: str, tp: int, dp: int, ep: int, env
     return ended
 
 
-def run(server: subprocess.Popen[str], way: str, tp: int = 1, dp: int = 1, ep: int = 0) -> Ended:
-    world = {"WORLD_SIZE": str(tp * dp), "LOCAL_WORLD_SIZE": str(tp * dp), **meeting()}
-    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **world} for rank in range(tp * dp)]
-    return fork(server, way, tp, dp, ep, ranks if tp * dp > 1 else [{}])
+def run(server: subprocess.Popen[str], way: str, tp: int = 1, dp: int = 1, ep: int = 0, replicas: int = 1) -> Ended:
+    size = tp * dp * replicas
+    world = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "BACKEND": "external_launcher", **meeting()}
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **world} for rank in range(size)]
+    return fork(server, way, tp, dp, ep, ranks if size > 1 else [{}])
 
 
 def check_tokens(output: str) -> int:
@@ -181,6 +182,12 @@ def test_three_engines_one_after_another(server: subprocess.Popen[str], way: str
     ended = run(server, way, 2, 1)
     assert ended.codes == [0, 0], ended.outputs
     assert "".join(ended.outputs).count("TOKENS") == 6
+
+
+@pytest.mark.parametrize(("way", "tp"), [("falls off its end", 1), ("one rank lingers", 2), ("drops three times", 2)])
+def test_replicas_end_well(server: subprocess.Popen[str], way: str, tp: int) -> None:
+    ended = run(server, way, tp, replicas=2)
+    assert ended.codes == [0] * 2 * tp, ended.outputs
 
 
 @pytest.mark.parametrize("dp", [1, 2])

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trainer that owns the ranks: generate, train, weights in place, sleep, wake; log-probabilities are the trainer's.
 
-Once with the calls that trl makes, and, where it is installed, by trl itself.
+Once with the calls that trl makes; with the mark ``clients`` by trl itself, its GRPO trainer last and whole.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,5 +161,89 @@ def test_the_calls_of_trl() -> None:
 @pytest.mark.multiprocess
 @pytest.mark.clients
 def test_trl() -> None:
-    pytest.importorskip("trl")
     check(Trl)
+
+
+def grpo(folder: str, tp: int, dtype: str, output: str) -> tuple[list[dict[str, float]], list[float]]:
+    """On a rank: three steps of GRPO; what each logged, and the sum of each parameter at the end."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+    from trl.generation import vllm_generation
+
+    vllm_generation.LLM = functools.partial(vllm_generation.LLM, dtype=dtype)
+    settings = GRPOConfig(
+        output_dir=output,
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_tensor_parallel_size=tp,
+        vllm_max_model_length=64,
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=8,
+        temperature=TEMPERATURE,
+        max_steps=3,
+        learning_rate=1e-2,
+        use_cpu=True,
+        bf16=False,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        seed=3,
+    )
+    trainer = GRPOTrainer(
+        model=folder,
+        reward_funcs=lambda completions, **_: [float(len(set(text.split()))) for text in completions],
+        args=settings,
+        train_dataset=Dataset.from_dict({"prompt": [words(tiny.prompt(3 + i)) for i in range(24)]}),
+    )
+    trainer.train()
+    logged = [row for row in trainer.state.log_history if "reward" in row]
+    sums = [float(parameter.double().sum()) for parameter in trainer.model.parameters()]
+    trainer.vllm_generation.llm.shutdown()
+    return logged, sums
+
+
+def words(ids: Sequence[int]) -> str:
+    return " ".join(f"w{token}" for token in ids)
+
+
+@pytest.fixture
+def folder_with_words(tmp_path: Path) -> str:
+    """Token 7 is the word w7."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = shutil.copytree(tiny.checkpoint("qwen3-moe"), tmp_path / "model")
+    tokenizer = Tokenizer(models.WordLevel({f"w{token}": token for token in range(tiny.VOCAB)}, unk_token="w3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="w1", eos_token="w2", pad_token="w0", unk_token="w3"
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.clients
+@pytest.mark.parametrize(
+    ("world_size", "tp", "dtype", "tolerance"),
+    [
+        (1, 1, "float32", 2e-4),
+        (1, 1, "auto", 1.0),  # bf16 beside a trainer in fp32
+        (2, 1, "float32", 2e-4),
+        (2, 2, "float32", 2e-4),
+        (4, 2, "float32", 2e-4),
+    ],
+)
+def test_grpo_trainer(
+    folder_with_words: str, tmp_path: Path, world_size: int, tp: int, dtype: str, tolerance: float
+) -> None:
+    (logged, sums), *others = run_ranks(
+        grpo, world_size, folder_with_words, tp, dtype, str(tmp_path / "out"), deadline_s=240
+    )
+    assert len(logged) == 3
+    for row in logged:
+        assert 0 <= row["sampling/sampling_logp_difference/max"] < tolerance, row
+        assert row["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=8 * tolerance)
+        assert math.isfinite(row["loss"])
+    assert any(row["grad_norm"] > 0 for row in logged), "the weights stayed as they were"
+    assert all(other == sums for _, other in others)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """RANK → dp_rank = RANK // tensor_parallel_size, tp_rank = RANK % tensor_parallel_size, ep_rank = RANK."""
+    """RANK → dp_rank = RANK // tensor_parallel_size, tp_rank = RANK % tensor_parallel_size, ep_rank = RANK; of several
+    replicas each counts its own ranks from 0."""
 
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1

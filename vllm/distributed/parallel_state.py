@@ -4,6 +4,9 @@
 RANK → dp_rank = RANK // tp_size, tp_rank = RANK % tp_size, ep_rank = RANK: with TP 2 and DP 2 the TP groups are
 {0, 1}, {2, 3}, the DP groups {0, 2}, {1, 3} and the EP group is all four. A single process needs neither torchrun nor
 a process group: every group has one rank and every collective is the identity.
+
+A launcher may start several replicas of TP x DP ranks each. Then all of the above is within a replica, the world group
+included: replicas meet once, when they make their first engine, and after that only share the host.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import atexit
 import contextlib
 import ctypes
 import os
+import pickle
 import socket
 import sys
 import time
@@ -189,10 +193,12 @@ _COMMUNICATORS: dict[str, type[DeviceCommunicatorBase]] = {
 }
 
 _groups: dict[str, GroupCoordinator] = {}
-_owns_default_group = False
+_own_default_group: ProcessGroup | None = None
 _platform: Platform | None = None
 _local: tuple[int, int] | None = None
 _store: dist.Store | None = None
+_launched: tuple[dist.Store, int, int, timedelta] | None = None
+_replicas: list[list[int]] = []
 # Kept for as long as the process lives: a store that rank 0 serves must not go and come back between two engines.
 _meeting_points: dict[tuple[str, int, int], dist.Store] = {}
 _holders: set[GroupLease] = set()
@@ -262,9 +268,36 @@ def get_local_rank() -> int:
 
 
 def get_local_world_size() -> int:
-    """Ranks of this host: they share its memory and cores."""
+    """Ranks of this host, of all replicas: they share its memory and cores."""
     assert _local is not None, "call init_distributed_environment() first"
     return _local[1]
+
+
+def get_launched_world_size() -> int:
+    """Ranks of all replicas."""
+    return sum(len(ranks) for ranks in _replicas)
+
+
+def tell_all_launched(name: str, value: Any) -> list[Any]:
+    """What each rank that the launcher started last told as ``name``, by rank; waits for those that never did.
+
+    No rank waits for one that has: those of another replica may be at work, or gone. Ranks that never meet are taken to
+    be like this one, as many as share its host. Raises ``RuntimeError`` for ranks that do not come.
+    """
+    if _launched is None:
+        return [value] * get_local_world_size()
+    store, rank, world_size, patience = _launched
+    keys = [f"{name}/{other}" for other in range(world_size)]
+    store.set(keys[rank], pickle.dumps(value).hex())
+    try:
+        store.wait(keys, patience)
+    except dist.DistError as error:
+        missing = [other for other, key in enumerate(keys) if not store.check([key])]
+        raise RuntimeError(
+            f"ranks {missing} of the {world_size} that were started did not come to make their engine within "
+            f"{patience.total_seconds():g} s: see what they report, or start as many ranks as make one"
+        ) from error
+    return [pickle.loads(bytes.fromhex(store.get(key).decode())) for key in keys]
 
 
 def get_store() -> dist.Store:
@@ -322,12 +355,18 @@ def _find_place(rank: int = -1, world_size: int = -1) -> launchers.Place:
 
 
 def _join(
-    place: launchers.Place, init_method: str = "env://", backend: str | None = None, platform: Platform | None = None
+    place: launchers.Place,
+    init_method: str = "env://",
+    backend: str | None = None,
+    platform: Platform | None = None,
+    replica_size: int | None = None,
 ) -> None:
-    global _owns_default_group, _platform, _local, _store, _process
+    global _own_default_group, _platform, _local, _store, _launched, _replicas, _process
     rank, world_size = place.rank, place.world_size
+    size = replica_size or world_size
     platform = platform or platforms.current_platform
     store = None
+    _launched = None
     if world_size > 1:
         if dist.is_initialized() and (dist.get_world_size(), dist.get_rank()) != (world_size, rank):
             raise ValueError(
@@ -336,17 +375,31 @@ def _join(
             )
         if place.local_world_size is not None:
             platform.check_device_count(place.local_world_size)
-        store = _meet(place, init_method)
-    local_rank, local_world_size = _locate(place, store)
+        shared = _find_store(place, init_method)
+        # Whoever made the default group may be far from the others in what it does: it reads its data, say.
+        patience = timedelta(seconds=_RENDEZVOUS_S) if not dist.is_initialized() else collective_timeout()
+        _launched = dist.PrefixStore("vllm/told", shared), rank, world_size, patience
+        # Addresses of an engine that has ended are still in the launcher's store.
+        times = shared.add(f"vllm/met/{rank}", 1)
+        store = dist.PrefixStore(f"vllm/{times}", shared)
+        sizes = tell_all_launched("replica size", size) if times == 1 else [size]
+        if len(set(sizes)) > 1:
+            raise ValueError(
+                f"tensor_parallel_size x data_parallel_size differs between the ranks: {sizes} by rank; start all of "
+                "them alike"
+            )
+    local_rank, local_world_size = _locate(place)
     platform.check_device_count(local_world_size)
     device = platform.get_device(local_rank)
     platform.set_device(device)
     platform.report_environment()
-    _platform, _store, _process = platform, store, os.getpid()
+    _platform, _process = platform, os.getpid()
     _local = local_rank, local_world_size
+    _replicas = [list(range(first, first + size)) for first in range(0, world_size, size)]
     if world_size > 1:
         platform.import_dist_backend()
         if not dist.is_initialized():
+            # Of all that were launched, whatever a replica is: a trainer that asks later must not find less.
             dist.init_process_group(
                 backend or platform.dist_backend,
                 store=store,
@@ -354,39 +407,34 @@ def _join(
                 rank=rank,
                 timeout=timedelta(seconds=_RENDEZVOUS_S),  # no collective runs on this group
             )
-            _owns_default_group = True
-    _groups["world"] = _make_group("world", [list(range(world_size))], rank, device, backend)
+            _own_default_group = dist.group.WORLD
+    if size < world_size:
+        logger.info("replica %d of %d, each of %d rank(s)", rank // size, len(_replicas), size)
+    _store = None if store is None or size == 1 else dist.PrefixStore(f"replica/{rank // size}", store)
+    _groups["world"] = _make_group("world", _replicas, rank, device, backend)
 
 
-def _meet(place: launchers.Place, init_method: str) -> dist.Store:
-    """The store of the ranks, under a prefix of its own each time that they meet there.
-
-    The launcher's store outlives every engine, and addresses of one that has ended are still in it.
-    """
-    if dist.is_initialized():
-        shared = dist.distributed_c10d._get_default_store()
-    else:
-        where = place.init_method() if init_method == "env://" else init_method
-        key = (where, place.rank, place.world_size)
-        if key not in _meeting_points:
-            timeout = timedelta(seconds=_RENDEZVOUS_S)
-            meeting = dist.rendezvous(where, place.rank, place.world_size, timeout=timeout)
-            _meeting_points[key] = next(iter(meeting))[0]
-        shared = _meeting_points[key]
-    times = shared.add(f"vllm/met/{place.rank}", 1)
-    return dist.PrefixStore(f"vllm/{times}", shared)
+def _find_store(place: launchers.Place, init_method: str) -> dist.Store:
+    """The store of all ranks that were launched."""
+    if dist.is_initialized() and not _owns_default_group():
+        return dist.distributed_c10d._get_default_store()
+    where = place.init_method() if init_method == "env://" else init_method
+    key = (where, place.rank, place.world_size)
+    if key not in _meeting_points:
+        meeting = dist.rendezvous(where, place.rank, place.world_size, timeout=timedelta(seconds=_RENDEZVOUS_S))
+        _meeting_points[key] = next(iter(meeting))[0]
+    return _meeting_points[key]
 
 
-def _locate(place: launchers.Place, store: dist.Store | None) -> tuple[int, int]:
+def _locate(place: launchers.Place) -> tuple[int, int]:
     """(local rank, local world size); where no variable tells, the ranks that share this host are counted."""
-    if store is None:
+    if _launched is None:
         return place.local_rank or 0, place.local_world_size or 1
     boot = Path("/proc/sys/kernel/random/boot_id")
-    host = f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''}"
-    store.set(f"host/{place.rank}", host)
+    hosts = tell_all_launched("host", f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''}")
     if place.local_rank is not None and place.local_world_size is not None:
         return place.local_rank, place.local_world_size
-    here = [rank for rank in range(place.world_size) if store.get(f"host/{rank}").decode() == host]
+    here = [rank for rank, host in enumerate(hosts) if host == hosts[place.rank]]
     return here.index(place.rank) if place.local_rank is None else place.local_rank, len(here)
 
 
@@ -435,7 +483,8 @@ def initialize_model_parallel(
         "dp": [[d * tp + t for d in range(dp)] for t in range(tp)],
         "ep": [list(range(tp * dp))] if enable_expert_parallel else [[r] for r in range(tp * dp)],
     }
-    for kind, rank_lists in layouts.items():
+    for kind, places in layouts.items():
+        rank_lists = [[ranks[place] for place in group] for ranks in _replicas for group in places]
         _groups[kind] = _make_group(kind, rank_lists, world.rank, world.device, backend)
     assert _platform is not None
     ep = _groups["ep"]
@@ -470,14 +519,21 @@ def check_same_on_all_ranks(world: GroupCoordinator, settings: Mapping[str, Any]
         raise ValueError(f"{'; '.join(differing)}; start all of them alike")
 
 
-def check_world_size(world_size: int, tensor_parallel_size: int, data_parallel_size: int) -> None:
-    """Raise ``ValueError`` unless the world is exactly TP x DP ranks."""
+def check_world_size(
+    world_size: int, tensor_parallel_size: int, data_parallel_size: int, replicas: bool = False
+) -> None:
+    """Raise ``ValueError`` unless the world is exactly TP x DP ranks; with ``replicas``, so many or a multiple."""
     needed = tensor_parallel_size * data_parallel_size
-    if world_size != needed:
+    if world_size % needed if replicas else world_size != needed:
+        remedy = f"run torchrun --nproc-per-node={needed} or change the sizes"
+        if world_size % needed == 0:
+            remedy += (
+                f', or pass distributed_executor_backend="external_launcher" to LLM for {world_size // needed} '
+                "replicas that share nothing but the host"
+            )
         raise ValueError(
-            f"world size {world_size} (WORLD_SIZE) is not tensor_parallel_size {tensor_parallel_size} x "
-            f"data_parallel_size {data_parallel_size} = {needed}: run torchrun --nproc-per-node={needed} or change the "
-            "sizes"
+            f"world size {world_size} (WORLD_SIZE) is {'no multiple of' if replicas else 'not'} tensor_parallel_size "
+            f"{tensor_parallel_size} x data_parallel_size {data_parallel_size} = {needed}: {remedy}"
         )
 
 
@@ -507,20 +563,35 @@ class GroupLease:
     Groups that the caller made before are the caller's to destroy.
     """
 
-    def __init__(self, tensor_parallel_size: int, data_parallel_size: int, enable_expert_parallel: bool) -> None:
-        """Make the groups, or check that those that exist have these sizes; see :func:`initialize_model_parallel`."""
+    def __init__(
+        self,
+        tensor_parallel_size: int,
+        data_parallel_size: int,
+        enable_expert_parallel: bool,
+        replicas: bool = False,
+    ) -> None:
+        """Make the groups, or check that those that exist have these sizes; see :func:`initialize_model_parallel`.
+
+        ``replicas``: more ranks may have been launched; every so many consecutive ones are a replica.
+        """
         global _made_for_engines
         _drop_stale_groups()
         fresh = "world" not in _groups
+        size = tensor_parallel_size * data_parallel_size
         try:
+            if not fresh and replicas and get_world_group().world_size > size:
+                raise ValueError(
+                    f"the world group was made for {get_world_group().world_size} ranks, a replica has {size}: call "
+                    "destroy_distributed_environment() first, so that the engine makes groups of its own"
+                )
             if fresh:
-                place = _find_place().fit(tensor_parallel_size * data_parallel_size)
-                check_world_size(place.world_size, tensor_parallel_size, data_parallel_size)
-                _join(place)
+                place = _find_place().fit(size)
+                check_world_size(place.world_size, tensor_parallel_size, data_parallel_size, replicas)
+                _join(place, replica_size=size)
             ensure_model_parallel_initialized(tensor_parallel_size, data_parallel_size, enable_expert_parallel)
         except BaseException:
             if fresh:
-                destroy_distributed_environment()
+                _drop_groups()
             raise
         _made_for_engines = _made_for_engines or fresh
         _holders.add(self)
@@ -530,7 +601,7 @@ class GroupLease:
         if self in _holders and os.getpid() == _process:
             _holders.discard(self)
             if not _holders and _made_for_engines:
-                destroy_distributed_environment()
+                _drop_groups()
 
 
 def destroy_model_parallel() -> None:
@@ -544,18 +615,36 @@ def destroy_model_parallel() -> None:
 
 def destroy_distributed_environment() -> None:
     """Drop all groups, and the default process group where this module made it."""
-    global _owns_default_group, _platform, _local, _store, _made_for_engines
+    _drop_groups()
+    _drop_default_group()
+
+
+def _drop_groups() -> None:
+    """Drop all groups but, where replicas share it, the default one: a replica that meant to make it anew would have to
+    wait for the others."""
+    global _platform, _local, _store, _launched, _made_for_engines
     if "world" in _groups and not model_parallel_is_initialized():
         _take_leave()
     destroy_model_parallel()
     if "world" in _groups:
         _groups.pop("world").destroy()
-    if _owns_default_group and dist.is_initialized():
-        dist.destroy_process_group()
-    _owns_default_group = _made_for_engines = False
-    _platform = _local = _store = None
+    if len(_replicas) <= 1:
+        _drop_default_group()
+    _made_for_engines = False
+    _platform = _local = _store = _launched = None
     _holders.clear()
     observer.reset_sequence_numbers()
+
+
+def _owns_default_group() -> bool:
+    return dist.is_initialized() and dist.group.WORLD is _own_default_group
+
+
+def _drop_default_group() -> None:
+    global _own_default_group
+    if _owns_default_group():
+        dist.destroy_process_group()
+    _own_default_group = None
 
 
 def _take_leave() -> None:
@@ -570,7 +659,7 @@ def _take_leave() -> None:
         with contextlib.suppress(dist.DistError):  # the store's host is gone, so nobody is left to wait for
             times = _store.add(f"leaving/{world.rank}", 1)
             keys = [f"left/{times}/{rank}" for rank in world.ranks]
-            _store.set(keys[world.rank], "")
+            _store.set(keys[world.rank_in_group], "")
             while not _store.check(keys) and time.monotonic() < until:
                 time.sleep(0.005)
     while _on_leaving:
@@ -582,7 +671,7 @@ def _leave_at_exit() -> None:
     """Leave before the interpreter goes: a thread that comes back from the store into an interpreter that has gone
     aborts the process. A rank that ends with an exception waits for nobody and keeps its groups: one may be in a
     collective that never ends. So does a rank of a lost run."""
-    if _groups and os.getpid() == _process:
+    if (_groups or _owns_default_group()) and os.getpid() == _process:
         if getattr(sys, "last_value", None) is None and not observer.lost():
             destroy_distributed_environment()
         else:

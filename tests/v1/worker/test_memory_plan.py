@@ -20,6 +20,7 @@ import tiny_models as tiny
 import torch
 
 from vllm import LLM, SamplingParams
+from vllm.distributed import destroy_distributed_environment
 from vllm.kernels import reference, table
 from vllm.platforms import CpuPlatform, Platform, get_platform
 from vllm.platforms.host_limits import Limit
@@ -109,6 +110,21 @@ def test_all_ranks_get_the_smallest_rank_s_share() -> None:
     least = STEP_BYTES + blocks * per_block
     for free, pool in (([least, 3 * least], None), ([3 * least, least], None), ([2 * least, 9 * least], "shared")):
         assert launcher.run_ranks(plan_of_rank, 2, folder, free, pool) == [((blocks - 1) * 16, 16)] * 2
+
+
+def test_engines_of_one_host_that_never_meet_divide_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As mpirun starts them, each a world of its own."""
+    destroy_distributed_environment()
+    for name, number in {"PMI_RANK": 1, "PMI_SIZE": 2, "MPI_LOCALRANKID": 1, "MPI_LOCALNRANKS": 2}.items():
+        monkeypatch.setenv(name, str(number))
+    free = 2 * (STEP_BYTES + 50 * 16 * BYTES_PER_TOKEN)
+    monkeypatch.setattr(gpu_model_runner, "largest_step_bytes", lambda runner: STEP_BYTES)
+    monkeypatch.setattr(CpuPlatform, "memory_limits", lambda self, device, share: [Limit("made up", free, "host")])
+    llm = make_llm()
+    planned = num_tokens(llm)
+    llm.shutdown()
+    destroy_distributed_environment()
+    assert planned == 49 * 16
 
 
 # --- what a step takes ------------------------------------------------------------------------------------------------

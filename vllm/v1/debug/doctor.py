@@ -45,7 +45,7 @@ class Finding:
 
 
 def load_ledgers(folder: str | Path) -> dict[int, RankLedger]:
-    """The newest run's ledgers by rank; ``ValueError`` where there are none or a line is no JSON."""
+    """The newest run's ledgers by rank, of every replica; ``ValueError`` where there are none or a line is no JSON."""
     ledgers = []
     for path in sorted(Path(folder).glob("rank-*.jsonl")):
         try:
@@ -55,8 +55,14 @@ def load_ledgers(folder: str | Path) -> dict[int, RankLedger]:
         ledgers.append(RankLedger(about, sorted(entries, key=lambda entry: entry["n"])))
     if not ledgers:
         raise ValueError(f"no rank-N.jsonl in {folder}; run with VLLM_TRACE_COLLECTIVES={folder} on every rank")
-    run = max(ledger.about["run"] for ledger in ledgers)
-    return {ledger.about["rank"]: ledger for ledger in ledgers if ledger.about["run"] == run}
+    ledgers.sort(key=lambda ledger: ledger.about["run"])
+    run_of, newest = {rank: of.about["run"] for of in ledgers for rank in of.about["replica"]}, ledgers[-1].about
+    return {
+        of.about["rank"]: of
+        for of in ledgers
+        if of.about["world_size"] == newest["world_size"]
+        and {run_of[other] for other in of.about["replica"]} == {of.about["run"]}
+    }
 
 
 def diagnose(ledgers: dict[int, RankLedger]) -> Finding:

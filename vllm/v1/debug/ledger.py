@@ -15,7 +15,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,17 +96,28 @@ class Ledger:
     """The ring of one rank. ``events`` grows whenever a collective begins or ends; ``state`` tells how the rank is.
 
     Args:
-        run: names the run, the same on all ranks; of several runs in a folder the newest counts.
+        world_size: of all ranks that were launched.
+        run: names the run, the same on all ranks of a replica; of several runs in a folder the newest counts.
         folder: where ``rank-N.jsonl`` is written; None keeps the ring in memory.
         prints: whether each collective prints ``[TRACE]`` and ``[COUNTER]`` lines.
+        replica: the ranks that keep step with this one; None means all.
     """
 
-    def __init__(self, rank: int, world_size: int, run: str, folder: str | None = None, prints: bool = False) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        run: str,
+        folder: str | None = None,
+        prints: bool = False,
+        replica: Sequence[int] | None = None,
+    ) -> None:
         self.rank, self.prints, self.events, self.state = rank, prints, 0, "running"
         self.entries: deque[Entry] = deque(maxlen=CAPACITY)
         self._begun, self._line, self._widest = 0, 2048 + 16 * world_size, 0
         self._file = None if folder is None else self._make_file(Path(folder))
-        self._about = {"rank": rank, "world_size": world_size, "run": run, "pid": os.getpid()}
+        ranks = list(range(world_size) if replica is None else replica)
+        self._about = {"rank": rank, "world_size": world_size, "replica": ranks, "run": run, "pid": os.getpid()}
         self.show_life()
 
     def _make_file(self, folder: Path) -> mmap.mmap:

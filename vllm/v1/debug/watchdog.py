@@ -25,7 +25,7 @@ import torch.distributed as dist
 from vllm import envs, forward_context
 from vllm.distributed import observer
 from vllm.distributed.observer import CollectiveObserver, CollectiveRecord
-from vllm.distributed.parallel_state import GroupCoordinator, call_on_leaving
+from vllm.distributed.parallel_state import GroupCoordinator, call_on_leaving, get_launched_world_size
 from vllm.logger import init_logger
 from vllm.v1.debug.consensus import Board, ConsensusGuard
 from vllm.v1.debug.ledger import Entry, Ledger, describe, name_ranks
@@ -323,12 +323,12 @@ def install(world: GroupCoordinator) -> None:
         return
     rank, several = world.rank, world.world_size > 1
     _installed = Diagnosis(
-        Ledger(rank, world.world_size, run, folder, prints),
+        Ledger(rank, get_launched_world_size(), run, folder, prints, world.ranks),
         ConsensusGuard(Board(run, rank)) if checks and several else None,
         Board(run, rank) if several else None,
         observer.get_collective_observer(),
         stall,
-        {peer: identity for peer, (_, identity) in enumerate(everyones) if peer != rank},
+        {peer: identity for peer, (_, identity) in zip(world.ranks, everyones, strict=True) if peer != rank},
     )
     _installed.start()
     call_on_leaving(uninstall)

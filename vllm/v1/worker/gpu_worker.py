@@ -14,13 +14,13 @@ import torch
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed import GroupLease, get_dp_group, get_world_group
-from vllm.distributed.parallel_state import check_same_on_all_ranks
+from vllm.distributed.parallel_state import check_same_on_all_ranks, tell_all_launched
 from vllm.kernels.table import choose_anew
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.platforms import current_platform
-from vllm.platforms.host_limits import tightest, usable_processors
+from vllm.platforms.host_limits import Limit, tightest, usable_processors
 from vllm.v1.core.kv_cache_utils import useful_cache_bytes
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.debug import watchdog
@@ -48,17 +48,21 @@ class Worker:
         """Join the other ranks.
 
         Raises:
-            ValueError: the world's size is not TP × DP, or there are fewer devices than ranks.
+            ValueError: the world's size is not TP × DP (nor, with an external launcher, a multiple), or there are fewer
+                devices than ranks.
         """
         parallel = self.vllm_config.parallel_config
         self.groups = GroupLease(
-            parallel.tensor_parallel_size, parallel.data_parallel_size, parallel.enable_expert_parallel
+            parallel.tensor_parallel_size,
+            parallel.data_parallel_size,
+            parallel.enable_expert_parallel,
+            replicas=parallel.distributed_executor_backend == "external_launcher",
         )
         # Ranks drop an engine together, and none may be left when the interpreter goes: parallel_state sees to that.
         weakref.finalize(self, self.groups.release).atexit = False
         watchdog.install(get_world_group())
-        self._limit_threads()
         self.device = get_world_group().device
+        self._share_host()
         choose_anew(self.device.type)
         self.runner = GPUModelRunner(self.vllm_config, self.platform, self.device)
 
@@ -66,11 +70,12 @@ class Worker:
         """Raise ``ValueError`` on every rank where one was started with another model or other settings."""
         check_same_on_all_ranks(get_world_group(), settings_of(self.vllm_config, generation_config))
 
-    def _limit_threads(self) -> None:
-        """No more threads than processors: those that are put off hold up all others of a kernel. The user's word in
-        OMP_NUM_THREADS counts more."""
+    def _share_host(self) -> None:
+        """Learn what limits all ranks have, those of other replicas too. No more threads than processors: those that
+        are put off hold up all others of a kernel. The user's word in OMP_NUM_THREADS counts more."""
         limits = self.platform.processor_limits()
-        everyones = get_world_group().all_gather_object(limits)
+        both = tell_all_launched("limits", (limits, self._memory_limits()))
+        everyones, self.memory_limits_of_all = zip(*both, strict=True)
         if limits and not os.environ.get("OMP_NUM_THREADS"):
             torch.set_num_threads(min(torch.get_num_threads(), usable_processors(everyones, limits)))
 
@@ -91,8 +96,7 @@ class Worker:
         """
         world = get_world_group()
         step_bytes = self.runner.profile_run()
-        limits = self.platform.memory_limits(self.device, self.vllm_config.cache_config.gpu_memory_utilization)
-        limit, sharers = tightest(limits, world.all_gather_object(limits))
+        limit, sharers = tightest(self._memory_limits(), self.memory_limits_of_all)
         left = max(int(limit.free) // sharers - step_bytes, 0)
         found = "%.3f GiB may be taken under %s by %d rank(s), a step takes %.3f GiB of a rank's share"
         values = (limit.free / 2**30, limit.label, sharers, step_bytes / 2**30)
@@ -104,6 +108,9 @@ class Worker:
             text = f"a KV cache of {wanted / 2**30:.3f} GiB is asked for, which may fail in service: {found}"
             logger.warning(text, *values)
         return min(world.all_gather_object(wanted))
+
+    def _memory_limits(self) -> list[Limit]:
+        return self.platform.memory_limits(self.device, self.vllm_config.cache_config.gpu_memory_utilization)
 
     def _given_memory(self) -> int | None:
         cache = self.vllm_config.cache_config
