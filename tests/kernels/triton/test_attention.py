@@ -7,11 +7,17 @@ off; on a device the weights are rounded to a narrow dtype before they meet the 
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -63,10 +69,11 @@ class Case:
         self.value_cache = self.key_cache[..., :DV] if latent else values.to(device)
         self.table = blocks_of.to(device)
 
-    def run(self, operator=attention.paged_attention, num_reqs=None, q=None) -> Tensor:
+    def run(self, operator=attention.paged_attention, num_reqs=None, q=None, fill=NAN) -> Tensor:
         q = self.q if q is None else q
         out = between_nans(*q.shape[:2], self.DV, q.dtype, self.device)
         beside = out.as_strided((len(q), 16), (out.stride(0), 1), q.shape[1] * self.DV)
+        out.fill_(fill)
         wide = between_nans(*q.shape, q.dtype, self.device)
         wide.copy_(q)
         lens = torch.tensor(self.lens, dtype=torch.int32).to(self.device)
@@ -109,7 +116,8 @@ class Case:
         rounded = eps if self.device != "cpu" and got.dtype is not torch.float32 else 0
         bound = eps * want.abs() + (8 * SUM + rounded) * magnitude
         off = ((got.double() - want).abs() - bound).masked_fill(unanswered, -1)
-        assert off.max() <= 0, f"off by {off.max()} more than the bound, in rows {(off > 0).any(-1).any(-1).nonzero()}"
+        wrong = (off > 0).any(-1).any(-1).nonzero()[:, 0]
+        assert not len(wrong), f"off by {off.max()} more than the bound, in rows {wrong}"
         return got
 
 
@@ -118,8 +126,8 @@ def planned(monkeypatch: pytest.MonkeyPatch, few: Plan, many: Plan) -> None:
     monkeypatch.setattr(attention, "_plan_many", lambda *_: many)
 
 
-SMALL = Plan(8, 16, 1, 1), Plan(16, 16, 1, 1)
-SPLIT = Plan(8, 16, 1, 1, splits=4), Plan(16, 16, 1, 1)
+SMALL = Plan(4, 16, 1, 1), Plan(16, 16, 1, 1)  # several tiles of each; a program takes the interpreter 10 ms
+SPLIT = Plan(4, 16, 1, 1, splits=4), Plan(16, 16, 1, 1)
 REQUESTS = st.lists(
     st.tuples(st.sampled_from([0, 1, 15, 16, 31, 70]), st.sampled_from([0, 1, 1, 1, 2, 9, 20]), st.booleans()),
     min_size=1,
@@ -127,7 +135,7 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     dtype=st.sampled_from(DTYPES),
     heads=st.sampled_from([(1, 1), (2, 2), (6, 2), (3, 1), (12, 1)]),
@@ -181,22 +189,28 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", SHAPES)
+NARROW = ("prefill and decode", "decode", "sinks in a window")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, torch.float32) for name in SHAPES] + [(name, torch.bfloat16) for name in NARROW],
+    ids=str,
+)
 def test_attention_against_fp64(name, dtype, nan_poison):
     """With the interpreter's own plans."""
     Case(**SHAPES[name], dtype=dtype).check()
 
 
-@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize("window", [0, 130])
 def test_splits_make_one_answer(window, monkeypatch, nan_poison):
     """Of a context of many splits, of one split, and of some that get nothing; the same bits each time."""
-    case = Case([700, 40, 333, 17], [1, 1, 2, 1], 2, 1, 32, pad_rows=1, window=window, sinks=True, seed=3)
+    case = Case([300, 40, 17], [1, 2, 1], 2, 1, 32, pad_rows=1, window=window, sinks=True, seed=3)
     results = []
-    for splits, least in ((1, 1), (8, 1), (8, 4), (32, 1)):
-        planned(monkeypatch, Plan(8, 16, 1, 1, splits, least), SMALL[1])
+    for splits, least in ((1, 1), (8, 1), (4, 4)):
+        planned(monkeypatch, Plan(4, 16, 1, 1, splits, least), SMALL[1])
         results.append(case.check())
-        assert torch.equal(case.run(), results[-1])
+    assert torch.equal(case.run(), results[-1])
     assert any(not torch.equal(result, results[0]) for result in results), "nothing was split"
 
 
@@ -204,10 +218,10 @@ def test_splits_make_one_answer(window, monkeypatch, nan_poison):
 def test_a_request_is_bitwise_its_own(plans, monkeypatch):
     """Whatever the others of the batch are, NaN too."""
     planned(monkeypatch, *plans)
-    lens, queries = [90, 30, 200, 64], [3, 20, 1, 1]
-    case = Case(lens, queries, 4, 2, 32, pad_rows=2)
+    lens, queries = [60, 30, 100, 32], [3, 20, 1, 1]
+    case = Case(lens, queries, 2, 1, 32, pad_rows=2)
     got = case.run()
-    for r in range(4):
+    for r in (1, 2):
         rows = slice(int(case.start[r]), int(case.start[r + 1]))
         q = torch.full_like(case.q, NAN)
         q[rows] = case.q[rows]
@@ -220,30 +234,27 @@ def test_a_request_is_bitwise_its_own(plans, monkeypatch):
 
 def test_a_nan_of_its_own_shows(monkeypatch):
     """In q: in that head; in a key: in all heads of its group; in a value: in that column. Nowhere else."""
-    for plans in (SMALL, SPLIT):
+    for plans, bits in ((SMALL, -1), (SPLIT, 0x7F800101)):
         planned(monkeypatch, *plans)
-        for bits in (0x7FC00000, 0x7F800101, -1):
-            make = lambda: Case([100, 70, 90], [1, 1, 1], 4, 2, 16, seed=1)  # noqa: E731
-            nan = torch.tensor(bits).int().view(torch.float32)
-            clean = make().run()
-            spoilt = {name: make() for name in ("q", "key", "value")}
-            spoilt["q"].q[1, 2, 5] = nan
-            block = int(spoilt["key"].table[1, 33 // 16])
-            spoilt["key"].key_cache[block, 1, 33 % 16, 5] = nan
-            spoilt["value"].value_cache[block, 1, 33 % 16, 5] = nan
-            where = {"q": (1, 2), "key": (1, slice(2, 4)), "value": (1, slice(2, 4), 5)}
-            for name, case in spoilt.items():
-                expected = clean.clone()
-                expected[where[name]] = NAN
-                assert torch.equal(case.run().nan_to_num(7.0), expected.nan_to_num(7.0)), name
+        nan = torch.tensor(bits).int().view(torch.float32)
+        clean, *spoilt = (Case([20, 70], [1, 1], 4, 2, 16, seed=1) for _ in range(4))
+        at = int(clean.table[1, 33 // 16]), 1, 33 % 16, 5
+        spoilt[0].q[1, 2, 5] = nan
+        spoilt[1].key_cache[at] = nan
+        spoilt[2].value_cache[at] = nan
+        right = clean.run()
+        for case, where in zip(spoilt, ((1, 2), (1, slice(2, 4)), (1, slice(2, 4), 5)), strict=True):
+            expected = right.clone()
+            expected[where] = NAN
+            assert torch.equal(case.run().nan_to_num(7.0), expected.nan_to_num(7.0)), where
 
 
 def test_pad_requests(nan_poison):
     """Those of length 0, without queries, and past ``num_reqs`` write nothing; the rows past the last become 0."""
     case = Case([20, 0, 0, 5], [3, 0, 2, 0], 2, 1, 32, pad_rows=4)
     got = case.check()
-    assert got[3:5].isnan().all()
     assert got[5:].eq(0).all()
+    assert case.run(fill=7.0)[3:5].eq(7).all()
     case.table[1:] = 10**6
     case.start[2:] = 10**6
     got = case.run(num_reqs=1)
@@ -266,6 +277,29 @@ LAYOUTS = {
 def test_layouts_of_ranks(name, nan_poison):
     queries, pad_rows = LAYOUTS[name]
     Case([3 * i + n for i, n in enumerate(queries)], queries, 2, 1, 16, pad_rows=pad_rows).check()
+
+
+class Calls(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_asks_the_device_nothing(monkeypatch):
+    planned(monkeypatch, *SPLIT)
+    case = Case([90, 30], [1, 20], 2, 1, 16, pad_rows=1)
+
+    def watched(*args):
+        with Calls() as calls:
+            attention.paged_attention(*args)
+        waits = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "_to_copy", "bincount", "unique"}
+        assert not calls.seen & waits, calls.seen
+
+    case.check(watched)
 
 
 def test_what_is_out_of_range_is_left_to_the_twin(monkeypatch, log):
@@ -309,6 +343,52 @@ def test_the_workspace_is_enough(shape):
                 needed = sum(cut.parts for cut in attention._cuts(T, R, H // J, J, few, many))
                 width = attention.triton.next_power_of_2(D) + 2
                 assert needed * width * 4 <= room, (T, R)
+
+
+COMPILED = """
+import sys, torch, compiling
+from vllm.kernels.triton import attention
+
+capability, shared = map(int, sys.argv[1:])
+attention._shared_memory = lambda device: shared
+
+def call(dtype, T, R, H, J, D, DV, block_size=16, window=0, sinks=False, soft_cap=0.0):
+    empty = lambda *shape, dtype=dtype: torch.empty(*shape, dtype=dtype, device="meta")
+    attention.paged_attention(
+        empty(T, H, D), empty(9, J, block_size, D), empty(9, J, block_size, DV), empty(R, 256, dtype=torch.int32),
+        empty(R + 1, dtype=torch.int32), empty(R, dtype=torch.int32), 1.0, empty(T, H, DV), window, None,
+        empty(H) if sinks else None, soft_cap,
+    )
+
+for case in (
+    (torch.bfloat16, 2048, 4, 64, 8, 128, 128), (torch.float16, 2048, 8, 64, 8, 64, 64, 16, 128, True),
+    (torch.bfloat16, 300, 2, 16, 8, 256, 256, 64, 0, False, 30.0), (torch.bfloat16, 300, 2, 12, 4, 96, 96, 24),
+    (torch.bfloat16, 300, 2, 16, 16, 192, 128), (torch.bfloat16, 300, 2, 16, 1, 576, 512),
+    (torch.float32, 300, 2, 32, 8, 128, 128),
+):
+    seen = compiling.launches(attention, lambda: call(*case))
+    assert [launch.kernel.__name__ for launch in seen].count("_attend") == 2
+    for launch in seen:
+        kernel = compiling.compile_launch(launch, capability)
+        name = launch.kernel.__name__
+        print(case, name, launch.grid, launch.options, kernel.metadata.shared, flush=True)
+        assert kernel.metadata.shared <= shared, (case, name)
+        if name == "_attend" and case[0] is not torch.float32:
+            assert "mma" in kernel.asm["ptx"], (case, name)
+            assert launch.options["num_stages"] == 1 or "cp.async.cg" in kernel.asm["ptx"], (case, name)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("capability", "shared"), [(80, 163 << 10), (89, 99 << 10), (90, 227 << 10)])
+def test_attention_compiles_for_cuda(capability, shared, tmp_path):
+    """Every kind of tile fits a card's shared memory and uses its matrix unit; what has room keeps copies in flight."""
+    here = Path(__file__).parent
+    env = {**os.environ, "PYTHONPATH": f"{here.parents[2]}:{here}", "TRITON_CACHE_DIR": str(tmp_path)}
+    env.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-W", "ignore", "-c", COMPILED, str(capability), str(shared)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
 
 
 def device() -> str:

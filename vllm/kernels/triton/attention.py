@@ -315,17 +315,15 @@ def _plan_many(D: int, DV: int, dtype: torch.dtype, interpreted: bool) -> Plan:
 
 
 def _fitting(plan: Plan, D: int, DV: int, itemsize: int, memory: int) -> Plan:
-    """With as many stages and keys as a program has memory for: the queries, and keys and values of each stage."""
+    """With as many keys as a program has memory for: the queries, and keys and values of this step and of the next."""
     wide, keys, stages = sum(_widths(D)), plan.keys, plan.stages
-    while (plan.rows * wide + stages * keys * (wide + triton.next_power_of_2(DV))) * itemsize > memory:
-        if stages > 2:
-            stages -= 1
-        elif keys > 16:
+    while (plan.rows * wide + min(stages, 2) * keys * (wide + triton.next_power_of_2(DV))) * itemsize > memory:
+        if keys > 16:
             keys //= 2
-        elif stages == 1:
-            break
-        else:
+        elif stages > 1:
             stages = 1
+        else:
+            break
     return plan._replace(keys=keys, stages=stages)
 
 
@@ -448,9 +446,9 @@ def paged_attention(
             "DVP": dvp,
         }  # fmt: skip
         _attend[(cut.tiles, cut.groups, plan.splits)](
-            q_THD, key_cache, value_cache, out_THD, sums, peaks, block_table, query_start_loc, seq_lens, sinks,
-            T, R, cut.fewest, cut.most, scale / soft_cap if cap else scale * LOG2_E, soft_cap * LOG2_E,
-            sliding_window, *q_THD.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
+            q_THD, key_cache, value_cache, out_THD, sums, peaks, block_table, query_start_loc, seq_lens,
+            q_THD if sinks is None else sinks, T, R, cut.fewest, cut.most, scale / soft_cap if cap else scale * LOG2_E,
+            soft_cap * LOG2_E, sliding_window, *q_THD.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
             *out_THD.stride()[:2], block_table.stride(0), SINKS=sinks is not None, CAP=cap, WIDE=interpreted,
             BLOCK=block_size, D=D, D1=d1, D2=d2, num_warps=plan.warps, num_stages=plan.stages, **common,
         )  # fmt: skip
