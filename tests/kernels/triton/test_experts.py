@@ -75,7 +75,7 @@ def check(device: str, dtype: torch.dtype, T: int, E: int, I: int, D: int, S: in
     w13, w2 = weights_of(E, I, D, dtype, device)
     x, ids = torch.randn(T, D).to(dtype), torch.rand(T, E).topk(S).indices
     ids[torch.rand(T, S) < skip] = -1
-    ids[T // 2 : T // 2 + 1] = -1
+    ids[T // 2 : T // 2 + (T > 1)] = -1
     weights = torch.rand(T, S)
     some = torch.arange(0, T, -(-T // 70))  # all of a few, else a sample: fp64 takes its time
     want, magnitude = wanted(x[some], w13, w2, ids[some], weights[some])
