@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gated delta net in Triton against its definition in fp64: in the interpreter at small sizes, on a device at real
+ones. Pad rows, the pad slot, foreign slots and fresh memory are NaN."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm import _gdn_ops as reference
+
+pytest.importorskip("triton")
+from vllm.kernels.triton import gdn
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # of 1 + |value|: the output's rounding
+ACCELERATOR = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+SMALL = [(2, 4, 16, 16, 4), (1, 3, 7, 5, 2), (1, 1, 128, 40, 4)]  # key heads, value heads, D, E, taps
+
+
+@dataclass(frozen=True)
+class Case:
+    x: torch.Tensor
+    weights: reference.GDNWeights
+    conv_state: torch.Tensor
+    state: torch.Tensor
+    query_start_loc: torch.Tensor
+    slots: torch.Tensor
+
+    def fresh(self, device: Any = "cpu", dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+        names = ("conv_weight_KC", "decay_rate_H", "dt_bias_H", "norm_weight_E")
+        weights = replace(self.weights, **{name: getattr(self.weights, name).to(device) for name in names})
+        tables = self.query_start_loc.to(device), self.slots.to(device)
+        states = self.conv_state.to(device, copy=True), self.state.to(device, dtype, copy=True)
+        return self.x.to(device), weights, *states, *tables
+
+
+def make_case(
+    shape: tuple[int, ...], dtype: torch.dtype, lengths: list[int], slots: list[int], num_pads: int, seed: int = 0
+) -> Case:
+    """Requests of ``lengths`` in ``slots`` of 0 to len + 1; rows of slot 0 are pads as the last ``num_pads`` are."""
+    G, H, D, E, K = shape
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator)
+
+    C, real, pool = 2 * G * D + H * E, sum(lengths), len(lengths) + 2
+    weights = reference.GDNWeights(0.5 * randn(K, C), randn(H).exp(), randn(H), randn(E), 1e-6, G, D)
+    x = torch.full((real + num_pads, C + H * E + 2 * H + 3), float("nan"), dtype=dtype)[:, :-3]  # rows are not dense
+    conv_state = torch.full((pool, K - 1, C), float("nan"), dtype=dtype)
+    state = torch.full((pool, H, D, E), float("nan"))
+    starts = [0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()]
+    for r, slot in enumerate(slots):
+        if slot > 0:
+            x[starts[r] : starts[r + 1]] = randn(lengths[r], x.shape[1])
+            conv_state[slot], state[slot] = randn(K - 1, C), 0.3 * randn(H, D, E)
+    tables = torch.tensor(starts, dtype=torch.int32), torch.tensor(slots, dtype=torch.int32)
+    return Case(x, weights, conv_state, state, *tables)
+
+
+def close(actual: torch.Tensor, exact: torch.Tensor, tolerance: float) -> None:
+    error = ((actual.double() - exact).abs() / (1 + exact.abs())).max().item() if exact.numel() else 0.0
+    assert error <= tolerance, f"relative error {error:.2e}, allowed {tolerance:.0e}"
+
+
+def check(case: Case, device: Any = "cpu", run: Any = gdn.gated_delta_net) -> None:
+    """Output and states are the definition's, pad rows 0, and no other byte of the pools changes."""
+    dtype = case.x.dtype
+    exact_args, args = case.fresh(dtype=torch.float64), case.fresh(device)
+    exact = reference.gated_delta_net_ref(*exact_args[:-1], case.slots.clamp(min=0))
+    out = run(*args)
+    assert out.dtype is dtype
+    close(out.cpu(), exact.double(), TOLERANCE[dtype])
+    rows = torch.repeat_interleave(case.slots, case.query_start_loc.diff())
+    dead = torch.ones(out.shape[0], dtype=torch.bool)
+    dead[: len(rows)] = rows <= 0
+    assert out.cpu()[dead].count_nonzero() == 0
+    own = [
+        slot
+        for slot, n in zip(case.slots.tolist(), case.query_start_loc.diff().tolist(), strict=True)
+        if n and slot > 0
+    ]
+    conv_state, state = args[2].cpu(), args[3].cpu()
+    assert torch.equal(conv_state[own], exact_args[2][own]), "convolution states are copies of inputs"
+    close(state[own], exact_args[3][own], 1e-5)
+    for slot in set(range(len(state))) - set(own):
+        for pool, before in ((conv_state, case.conv_state), (state, case.state)):
+            assert torch.equal(pool[slot].nan_to_num(7.0), before[slot].nan_to_num(7.0)), f"slot {slot} changed"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SMALL)
+@pytest.mark.usefixtures("nan_poison")
+def test_against_the_definition(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    check(make_case(shape, dtype, [1, 4, 2, 0], [4, 1, 3, 0], num_pads=3))
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    st.sampled_from([(1, 1), (1, 2), (2, 2)]),
+    st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 4)),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), min_size=1, max_size=3),
+    st.integers(0, 2),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_any_batch(heads: Any, sizes: Any, requests: list[tuple[int, int]], num_pads: int, dtype: torch.dtype) -> None:
+    """Requests without rows, in a slot of their own in any order, in the pad slot, or in slot -1."""
+    slots = [{0: 0, 1: -1}.get(kind, len(requests) - r) for r, (_, kind) in enumerate(requests)]
+    check(make_case((*heads, *sizes), dtype, [n for n, _ in requests], slots, num_pads, seed=sum(sizes)))
+
+
+@pytest.mark.usefixtures("nan_poison")
+def test_a_long_request_is_convolved_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gdn, "_SEGMENT", 8)
+    check(make_case((1, 1, 4, 4, 4), torch.float32, [9, 17], [2, 1], num_pads=1))
+
+
+def test_bitwise_the_same_however_tokens_are_cut_and_in_any_batch() -> None:
+    case = make_case((1, 2, 8, 8, 4), torch.bfloat16, [5, 2], [2, 1], num_pads=0)
+    mixed_args, args = case.fresh(), case.fresh()
+    mixed = gdn.gated_delta_net(*mixed_args)
+    for begin, end, request in ((0, 1, 0), (1, 3, 0), (3, 5, 0), (5, 7, 1)):
+        start = torch.tensor([0, end - begin], dtype=torch.int32)
+        part = gdn.gated_delta_net(args[0][begin:end], *args[1:4], start, args[5][request : request + 1])
+        assert torch.equal(part, mixed[begin:end])
+    for after, whole in zip(args[2:4], mixed_args[2:4], strict=True):
+        assert torch.equal(after[1:3], whole[1:3])
+
+
+def test_extreme_gates_and_inputs() -> None:
+    """Decay from 1 to underflow, steps from 0 to 1, inputs of 1e4 and exactly 0: finite, and the definition's."""
+    case = make_case((1, 4, 8, 8, 4), torch.float32, [6], [1], num_pads=0)
+    case.x[:, -8:] = torch.tensor([-100.0, -5.0, 5.0, 100.0]).repeat(2)
+    case.x[2] *= 1e4
+    case.x[3] = 0
+    check(replace(case, weights=replace(case.weights, decay_rate_H=torch.tensor([1e-4, 1.0, 16.0, 1.0]))))
+
+
+@pytest.mark.parametrize(("D", "E", "dtype"), [(257, 8, torch.float32), (8, 300, torch.float32), (8, 8, torch.float64)])
+def test_what_the_kernel_cannot_take_is_said_before_anything_is_written(D: int, E: int, dtype: torch.dtype) -> None:
+    case = make_case((1, 1, D, E, 4), dtype, [1], [1], num_pads=0)
+    args = case.fresh()
+    with pytest.raises(NotImplementedError, match=f"{D} and {E} in {dtype}"):
+        gdn.gated_delta_net(*args)
+    assert torch.equal(args[2][1], case.conv_state[1])
+    assert torch.equal(args[3][1], case.state[1])
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 0]])
+def test_a_step_without_requests(lengths: list[int]) -> None:
+    check(make_case((1, 2, 4, 4, 4), torch.float32, lengths, [0] * len(lengths), num_pads=3))
+
+
+def test_the_host_never_asks_for_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors without values, kernels that do nothing: what reads a value raises."""
+
+    class Kernel:
+        launches = 0
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            assert all(type(size) is int and size > 0 for size in grid)
+            return self
+
+        def __call__(self, *args: Any, **options: Any) -> None:
+            Kernel.launches += 1
+
+    for name in ("_conv_kernel", "_recurrent_kernel"):
+        monkeypatch.setattr(gdn, name, Kernel())
+    case = make_case((1, 2, 4, 4, 4), torch.bfloat16, [3, 1], [2, 1], num_pads=1)
+    assert gdn.gated_delta_net(*case.fresh("meta")).shape == (5, 8)
+    assert Kernel.launches == 2
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from vllm.kernels.triton import gdn
+
+def build(kernel, arguments, constants):
+    types = dict(zip(kernel.arg_names, arguments.split() + ["constexpr"] * len(constants), strict=True))
+    source = ASTSource(kernel, types, dict(zip(((i,) for i in range(len(arguments.split()), 99)), constants)))
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    print(kernel.__name__, len(made.asm["cubin"]), made.asm["ptx"].count("ld.local"))
+
+build(gdn._conv_kernel, "*bf16 i32 *fp32 *bf16 *i32 *i32 i32 *fp32 i32", (4, 4, 8, 256, 512))
+build(
+    gdn._recurrent_kernel,
+    "*fp32 *bf16 i32 *fp32 *fp32 *fp32 fp32 *fp32 *i32 *i32 i32 *bf16 fp32",
+    (16, 32, 128, 128, 128, 32, 128),
+)
+"""
+
+
+def test_compiles_for_a_card_without_one(tmp_path: Path) -> None:
+    """Triton's compiler takes what its interpreter took, to the card's machine code, and nothing spills."""
+    pytest.importorskip("triton.backends.nvidia.compiler")
+    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    built = [line.split() for line in done.stdout.splitlines()]
+    assert [(name, spills) for name, _, spills in built] == [("_conv_kernel", "0"), ("_recurrent_kernel", "0")]
+
+
+@pytest.mark.device
+@pytest.mark.skipif(ACCELERATOR is None, reason="no XPU or CUDA device")
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("lengths", "num_pads"),
+    [([1] * 26, 4), ([7, 5, 11, 7], 2), ([1, 129, 0, 600, 3], 5)],
+    ids=["decode", "mixed", "prompts"],
+)
+def test_real_sizes_on_the_device(lengths: list[int], num_pads: int, dtype: torch.dtype) -> None:
+    slots = [0 if n == 0 else len(lengths) - r for r, n in enumerate(lengths)]
+    check(make_case((16, 32, 128, 128, 4), dtype, lengths, slots, num_pads), ACCELERATOR)
