@@ -16,7 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm import _gdn_ops as reference
+from vllm.kernels.reference_gdn import gated_delta_net_ref
+from vllm.kernels.weights import GDNWeights
 
 pytest.importorskip("triton")
 from vllm.kernels.triton import gdn
@@ -29,7 +30,7 @@ SMALL = [(2, 4, 16, 16, 4), (1, 3, 7, 5, 2), (1, 1, 128, 40, 4)]  # key heads, v
 @dataclass(frozen=True)
 class Case:
     x: torch.Tensor
-    weights: reference.GDNWeights
+    weights: GDNWeights
     conv_state: torch.Tensor
     state: torch.Tensor
     query_start_loc: torch.Tensor
@@ -54,7 +55,7 @@ def make_case(
         return torch.randn(size, generator=generator)
 
     C, real, pool = 2 * G * D + H * E, sum(lengths), len(lengths) + 2
-    weights = reference.GDNWeights(0.5 * randn(K, C), randn(H).exp(), randn(H), randn(E), 1e-6, G, D)
+    weights = GDNWeights(0.5 * randn(K, C), randn(H).exp(), randn(H), randn(E), 1e-6, G, D)
     x = torch.full((real + num_pads, C + H * E + 2 * H + 3), float("nan"), dtype=dtype)[:, :-3]  # rows are not dense
     conv_state = torch.full((pool, K - 1, C), float("nan"), dtype=dtype)
     state = torch.full((pool, H, D, E), float("nan"))
@@ -76,7 +77,7 @@ def check(case: Case, device: Any = "cpu", run: Any = gdn.gated_delta_net) -> No
     """Output and states are the definition's, pad rows 0, and no other byte of the pools changes."""
     dtype = case.x.dtype
     exact_args, args = case.fresh(dtype=torch.float64), case.fresh(device)
-    exact = reference.gated_delta_net_ref(*exact_args[:-1], case.slots.clamp(min=0))
+    exact = gated_delta_net_ref(*exact_args[:-1], case.slots.clamp(min=0))
     out = run(*args)
     assert out.dtype is dtype
     close(out.cpu(), exact.double(), TOLERANCE[dtype])

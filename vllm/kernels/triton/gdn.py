@@ -3,21 +3,18 @@
 
 No line of this has run on hardware yet, only in Triton's interpreter.
 
-Shape letters as in the twin's module. Requests are walked token after token, so a result depends neither on the batch
+Shape letters as in ``reference_gdn``. Requests are walked token after token, so a result depends neither on the batch
 around a request nor on how its tokens are cut into steps; a prompt costs a pass per token, which chunked kernels save.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from vllm._gdn_ops import GDNWeights
+from vllm.kernels.weights import GDNWeights
 
 _SEGMENT = 512  # rows of a request that one program convolves
 _MOST_HEAD_SIZE = 256
