@@ -1,25 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The path over fla-core's kernels, with stand-ins that compute fla's documented contract in plain torch.
+"""The path over fla-core's kernel, with a stand-in that computes fla's documented contract in plain torch.
 
 The kind of fault: states that are not those of the request. Slots are out of order, one has never run, one is padding.
 """
 
 from __future__ import annotations
 
+import itertools
 import types
 from typing import Any
 
 import pytest
 import torch
+from gdn_cases import check, make_case
 
+pytest.importorskip("triton")
 from vllm.kernels import fla, packages, reference_gdn, table
+from vllm.kernels.triton import gdn
 
 
 def naive(q: Any, k: Any, v: Any, g: Any, beta: Any, scale: float, initial_state: Any, cu_seqlens: Any) -> Any:
     """The gated delta rule, token by token, in fp64 (Yang et al. 2024): [1, T, H, E], states [N, H, D, E]."""
     q, k = (torch.nn.functional.normalize(x.double(), dim=-1) for x in (q, k))
     out, states = torch.empty_like(v, dtype=torch.float64), []
-    for n, (first, last) in enumerate(zip(cu_seqlens.tolist()[:-1], cu_seqlens.tolist()[1:], strict=True)):
+    for n, (first, last) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
         s = initial_state[n].double().clone()
         for t in range(first, last):
             s = s * g[0, t].double().exp()[:, None, None]
@@ -32,22 +36,75 @@ def naive(q: Any, k: Any, v: Any, g: Any, beta: Any, scale: float, initial_state
 
 
 @pytest.fixture
-def fla_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    calls: list[str] = []
+def fla_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The tensors of starts that the stand-in of the chunked kernel was given."""
+    calls: list[Any] = []
 
-    def kernel(name: str) -> Any:
-        def run(q: Any, k: Any, v: Any, *, output_final_state: bool, use_qk_l2norm_in_kernel: bool, **rest: Any) -> Any:
-            assert output_final_state
-            assert use_qk_l2norm_in_kernel
-            calls.append(name)
-            return naive(q, k, v, **rest)
+    def chunk_gated_delta_rule(
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        output_final_state: bool,
+        use_qk_l2norm_in_kernel: bool,
+        chunk_indices: Any,
+        **rest: Any,
+    ) -> Any:
+        assert output_final_state
+        assert use_qk_l2norm_in_kernel
+        assert q.dtype is k.dtype is v.dtype
+        starts, rows = rest["cu_seqlens"], q.shape[1]
+        assert int(starts[-1]) == rows == v.shape[1] == rest["g"].shape[1], "all rows are some request's"
+        assert all(starts is not before for before in calls), (
+            "what was derived from the last step's would be used again"
+        )
+        chunks = [(n, c) for n, length in enumerate(starts.diff().tolist()) for c in range(-(-length // 64))]
+        assert [tuple(pair) for pair in chunk_indices.tolist()] == chunks
+        calls.append(starts)
+        return naive(q, k, v, **rest)
 
-        return run
-
-    names = ("fused_recurrent_gated_delta_rule", "chunk_gated_delta_rule")
-    stand_in = types.SimpleNamespace(**{name: kernel(name) for name in names})
+    stand_in = types.SimpleNamespace(chunk_gated_delta_rule=chunk_gated_delta_rule)
     monkeypatch.setattr(fla, "kernel_package", lambda module: stand_in)
     return calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("lengths", "slots", "calls"),
+    [
+        ([5, 1, 70, 0, 0], [4, 1, 3, 0, 0], 1),
+        ([3, 2], [2, 0], 1),
+        ([2, 1, 3], [0, 3, 0], 1),
+        ([1, 1, 1, 0], [4, 1, 3, 0], 0),
+        ([], [], 0),
+        ([0, 0], [0, 0], 0),
+    ],
+)
+@pytest.mark.usefixtures("nan_poison")
+def test_each_request_gets_and_leaves_its_own_state(
+    lengths: list[int], slots: list[int], calls: int, dtype: torch.dtype, fla_calls: list[Any]
+) -> None:
+    """Prompts by the chunked kernel, decodes by the recurrent one; requests on the pad slot may have rows."""
+    case = make_case((1, 2, 8, 4, 4), dtype, lengths, slots, num_pads=3)
+    check(case, fla.gated_delta_net, roundings=2)
+    assert len(fla_calls) == calls
+
+
+def test_a_step_has_starts_of_its_own(fla_calls: list[Any]) -> None:
+    case = make_case((1, 2, 4, 4, 4), torch.float32, [3], [1], num_pads=0)
+    args = case.fresh()
+    for _ in range(2):
+        fla.gated_delta_net(*args, case.query_start_loc)
+    assert len(fla_calls) == 2
+
+
+def test_the_host_asks_the_device_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors without values; only the host's copy of query_start_loc has some."""
+    kernel = lambda q, k, v, initial_state, **_: (torch.empty_like(v), torch.empty_like(initial_state))  # noqa: E731
+    monkeypatch.setattr(fla, "kernel_package", lambda _: types.SimpleNamespace(chunk_gated_delta_rule=kernel))
+    monkeypatch.setattr(gdn, "causal_conv1d", lambda x, *_: torch.empty_like(x))
+    case = make_case((1, 2, 4, 4, 4), torch.bfloat16, [3, 1, 0], [2, 1, 0], num_pads=1)
+    assert fla.gated_delta_net(*case.fresh("meta"), case.query_start_loc).shape == (5, 8)
 
 
 def inputs(lengths: list[int], heads: tuple[int, int] = (2, 4), size: int = 8) -> tuple[Any, ...]:
@@ -58,45 +115,6 @@ def inputs(lengths: list[int], heads: tuple[int, int] = (2, 4), size: int = 8) -
         return torch.randn(*shape, generator=generator)
 
     return noise(T, G, size), noise(T, G, size), noise(T, H, size), -noise(T, H).exp(), noise(T, H).sigmoid()
-
-
-@pytest.mark.parametrize(
-    ("lengths", "kernel"),
-    [([5, 1, 7], "chunk_gated_delta_rule"), ([1, 1, 1], "fused_recurrent_gated_delta_rule")],
-)
-def test_each_request_gets_and_leaves_its_own_state(lengths: list[int], kernel: str, fla_calls: list[str]) -> None:
-    slots = [4, 1, 3]
-    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    args = inputs(lengths)
-    state = torch.randn(6, 4, 8, 8, generator=torch.Generator().manual_seed(1))
-    before = state.clone()
-    out = fla.gated_delta_rule(
-        *args, state, torch.tensor(starts, dtype=torch.int32), torch.tensor(slots, dtype=torch.int32)
-    )
-    assert fla_calls == [kernel]
-    for i, slot in enumerate(slots):
-        rows = slice(starts[i], starts[i + 1])
-        q, k, v, g, beta = (x[None, rows] for x in args)
-        q, k = (x.repeat_interleave(2, 2) for x in (q, k))
-        expected, final = naive(q, k, v, g, beta, 8**-0.5, before[slot : slot + 1], torch.tensor([0, lengths[i]]))
-        torch.testing.assert_close(out[rows], expected[0], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(state[slot], final[0], rtol=1e-5, atol=1e-6)
-    for slot in (0, 2, 5):
-        assert torch.equal(state[slot], before[slot]), f"slot {slot} belongs to nobody in this step"
-
-
-def test_pad_rows_and_pad_requests_reach_no_kernel(fla_calls: list[str]) -> None:
-    q, k, v, g, beta = (torch.cat([x, torch.full_like(x[:2], torch.nan)]) for x in inputs([3]))
-    state = torch.randn(3, 4, 8, 8)
-    before = state.clone()
-    out = fla.gated_delta_rule(
-        q, k, v, g, beta, state,
-        torch.tensor([0, 3, 3], dtype=torch.int32), torch.tensor([2, 0], dtype=torch.int32),
-    )  # fmt: skip
-    assert out.isfinite().all()
-    assert (out[3:] == 0).all()
-    assert torch.equal(state[:2], before[:2])
-    assert not torch.equal(state[2], before[2])
 
 
 def test_the_twins_leave_the_pad_slot_alone() -> None:

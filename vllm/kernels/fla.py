@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thin wrappers over the Triton kernels of fla-core (CUDA, XPU). Contracts are those of ``kernels.ops``.
+"""The gated delta net with the chunked Triton kernel of fla-core (CUDA, XPU), by the contract of ``kernels.ops``.
 
-Nothing in this file has run on a device; its tests put a stand-in with the kernels' documented habits in their place.
+Nothing in this file has run on a device; its tests put a stand-in with the kernel's documented habits in its place.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vllm.kernels.packages import kernel_package
-from vllm.kernels.reference_gdn import gated_delta_net_ref, requests
+from vllm.kernels.reference_gdn import rms_norm_gated_ref
 from vllm.kernels.weights import GDNWeights
+
+_CHUNK = 64
 
 
 def gated_delta_rule(
@@ -23,37 +26,36 @@ def gated_delta_rule(
     state: Tensor,
     query_start_loc: Tensor,
     state_indices: Tensor,
+    num_chunks: int,
 ) -> Tensor:
-    """As ``gated_delta_rule_ref``. The kernels get the real rows and requests only, so none of theirs can be pads."""
+    """As ``gated_delta_rule_ref``, for requests that all have rows and cover all of them, but the rows of the pad slot
+    are what memory held. ``num_chunks``: of 64 rows, each request's last one begun; the host must know it."""
     fla = kernel_package("fla.ops.gated_delta_rule")
     assert fla is not None, "fla-core is not installed"
     H = v_THE.shape[1]
-    out = torch.zeros_like(v_THE)
-    kept = list(requests(query_start_loc, state_indices))
-    if not kept:
-        return out
-    real = kept[-1][1]
-    assert [first for first, _, _ in kept[1:]] + [real] == [end for _, end, _ in kept], f"gaps between requests: {kept}"
-    cu_seqlens = torch.tensor([0, *(end for _, end, _ in kept)], dtype=torch.int64, device=v_THE.device)
-    slots = torch.tensor([slot for _, _, slot in kept], dtype=torch.int64, device=v_THE.device)
-    only_decodes = real == len(kept)
-    run = fla.fused_recurrent_gated_delta_rule if only_decodes else fla.chunk_gated_delta_rule  # type: ignore[attr-defined]
-    q, k = (x[:real].repeat_interleave(H // x.shape[1], 1).contiguous()[None] for x in (q_TGD, k_TGD))
-    o, final = run(
+    # A tensor of its own: fla-core keeps what it derived from the last one that it was given, by identity.
+    starts = query_start_loc.to(torch.int64, copy=True)
+    chunks = (starts.diff() + _CHUNK - 1) // _CHUNK
+    ends, chunk = chunks.cumsum(0), torch.arange(num_chunks, device=starts.device)
+    request = torch.searchsorted(ends, chunk, right=True)
+    slots = state_indices.long()
+    before = state[slots]
+    q, k = (x.repeat_interleave(H // x.shape[1], 1).contiguous()[None] for x in (q_TGD, k_TGD))
+    out, after = fla.chunk_gated_delta_rule(  # type: ignore[attr-defined]
         q,
         k,
-        v_THE[None, :real].contiguous(),
-        g=g_TH[None, :real].float().contiguous(),
-        beta=beta_TH[None, :real].contiguous(),
+        v_THE.contiguous()[None],
+        g=g_TH[None],
+        beta=beta_TH[None],
         scale=q_TGD.shape[-1] ** -0.5,
-        initial_state=state[slots],
+        initial_state=before,
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
-        cu_seqlens=cu_seqlens,
+        cu_seqlens=starts,
+        chunk_indices=torch.stack([request, chunk - (ends - chunks)[request]], 1),
     )
-    out[:real] = o[0]
-    state[slots] = final
-    return out
+    state[slots] = torch.where((slots > 0)[:, None, None, None], after, before)
+    return out[0]
 
 
 def gated_delta_net(
@@ -65,13 +67,34 @@ def gated_delta_net(
     state_indices: Tensor,
     query_start_loc_cpu: Tensor | None = None,
 ) -> Tensor:
-    return gated_delta_net_ref(
-        x_TN,
-        weights,
-        conv_state,
+    """Steps with prompts; those of decodes alone, or without the host's copy of query_start_loc, are ``triton``'s."""
+    from vllm.kernels.triton import gdn
+
+    lengths = query_start_loc_cpu.diff() if query_start_loc_cpu is not None else torch.zeros(0)
+    if not bool((lengths > 1).any()):
+        return gdn.gated_delta_net(
+            x_TN, weights, conv_state, recurrent_state, query_start_loc, state_indices, query_start_loc_cpu
+        )
+    R, real = int(torch.count_nonzero(lengths)), int(lengths.sum())
+    assert bool((lengths[:R] > 0).all()), f"a request without rows stands before others: {lengths.tolist()}"
+    starts, slots = query_start_loc[: R + 1], state_indices[:R]
+    G, D, H = weights.num_k_heads, weights.head_k_dim, weights.num_v_heads
+    mixed, z, b, a = weights.split(x_TN[:real])
+    y = gdn.causal_conv1d(mixed, weights.conv_weight_KC, conv_state, starts, slots, x_TN.dtype)
+    q, k, v = y.split([G * D, G * D, weights.value_dim], dim=-1)
+    o = gated_delta_rule(
+        q.unflatten(-1, (G, D)),
+        k.unflatten(-1, (G, D)),
+        v.unflatten(-1, (H, -1)),
+        -weights.decay_rate_H * F.softplus(a.float() + weights.dt_bias_H),
+        b.float().sigmoid(),
         recurrent_state,
-        query_start_loc,
-        state_indices,
-        torch.float32,
-        over_requests=gated_delta_rule,
+        starts,
+        slots,
+        int(((lengths + _CHUNK - 1) // _CHUNK).sum()),
     )
+    live = (slots > 0).repeat_interleave(starts.diff(), output_size=real)
+    out = x_TN.new_zeros(x_TN.shape[0], weights.value_dim)
+    normed = rms_norm_gated_ref(o.float(), z, weights.norm_weight_E, weights.eps).flatten(1)
+    out[:real] = torch.where(live[:, None], normed, 0)
+    return out

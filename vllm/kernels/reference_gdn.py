@@ -16,7 +16,6 @@ Slot 0 is the pad slot: it is neither read nor written, and its rows come out 0,
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -135,18 +134,15 @@ def gated_delta_net_ref(
     state_indices: Tensor,
     dtype: torch.dtype = torch.float64,
     rule: DeltaRule = delta_rule_recurrent,
-    over_requests: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """Twin of ``ops.gated_delta_net``, computed in ``dtype``; ``over_requests`` stands in for ``gated_delta_rule_ref``
-    with ``rule``."""
+    """Twin of ``ops.gated_delta_net``, computed in ``dtype``."""
     mixed, z, b, a = weights.split(x_TN)
     G, H, D = weights.num_k_heads, weights.num_v_heads, weights.head_k_dim
     y = causal_conv1d_ref(mixed, weights.conv_weight_KC.to(dtype), conv_state, query_start_loc, state_indices)
     q, k, v = y.split([G * D, G * D, weights.value_dim], dim=-1)
     g = -weights.decay_rate_H.to(dtype) * F.softplus(a.to(dtype) + weights.dt_bias_H.to(dtype))
     args = (q.unflatten(-1, (G, D)), k.unflatten(-1, (G, D)), v.unflatten(-1, (H, -1)), g, b.to(dtype).sigmoid())
-    delta_rule = over_requests or functools.partial(gated_delta_rule_ref, rule=rule)
-    o = delta_rule(*args, recurrent_state, query_start_loc, state_indices)
+    o = gated_delta_rule_ref(*args, recurrent_state, query_start_loc, state_indices, rule)
     real = int(query_start_loc[-1])
     out = torch.zeros(x_TN.shape[0], weights.value_dim, dtype=x_TN.dtype, device=x_TN.device)
     out[:real] = rms_norm_gated_ref(o[:real], z[:real], weights.norm_weight_E.to(dtype), weights.eps).flatten(1)

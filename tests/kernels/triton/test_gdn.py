@@ -7,102 +7,28 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gdn_cases import TOLERANCE, check, make_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from vllm.kernels.reference_gdn import gated_delta_net_ref
-from vllm.kernels.weights import GDNWeights
 
 pytest.importorskip("triton")
 from vllm.kernels.triton import gdn
 
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # of 1 + |value|: the output's rounding
 ACCELERATOR = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 SMALL = [(2, 4, 16, 16, 4), (1, 3, 7, 5, 2), (1, 1, 128, 40, 4)]  # key heads, value heads, D, E, taps
-
-
-@dataclass(frozen=True)
-class Case:
-    x: torch.Tensor
-    weights: GDNWeights
-    conv_state: torch.Tensor
-    state: torch.Tensor
-    query_start_loc: torch.Tensor
-    slots: torch.Tensor
-
-    def fresh(self, device: Any = "cpu", dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
-        names = ("conv_weight_KC", "decay_rate_H", "dt_bias_H", "norm_weight_E")
-        weights = replace(self.weights, **{name: getattr(self.weights, name).to(device) for name in names})
-        tables = self.query_start_loc.to(device), self.slots.to(device)
-        states = self.conv_state.to(device, copy=True), self.state.to(device, dtype, copy=True)
-        return self.x.to(device), weights, *states, *tables
-
-
-def make_case(
-    shape: tuple[int, ...], dtype: torch.dtype, lengths: list[int], slots: list[int], num_pads: int, seed: int = 0
-) -> Case:
-    """Requests of ``lengths`` in ``slots`` of 0 to len + 1; rows of slot 0 are pads as the last ``num_pads`` are."""
-    G, H, D, E, K = shape
-    generator = torch.Generator().manual_seed(seed)
-
-    def randn(*size: int) -> torch.Tensor:
-        return torch.randn(size, generator=generator)
-
-    C, real, pool = 2 * G * D + H * E, sum(lengths), len(lengths) + 2
-    weights = GDNWeights(0.5 * randn(K, C), randn(H).exp(), randn(H), randn(E), 1e-6, G, D)
-    x = torch.full((real + num_pads, C + H * E + 2 * H + 3), float("nan"), dtype=dtype)[:, :-3]  # rows are not dense
-    conv_state = torch.full((pool, K - 1, C), float("nan"), dtype=dtype)
-    state = torch.full((pool, H, D, E), float("nan"))
-    starts = [0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()]
-    for r, slot in enumerate(slots):
-        if slot > 0:
-            x[starts[r] : starts[r + 1]] = randn(lengths[r], x.shape[1])
-            conv_state[slot], state[slot] = randn(K - 1, C), 0.3 * randn(H, D, E)
-    tables = torch.tensor(starts, dtype=torch.int32), torch.tensor(slots, dtype=torch.int32)
-    return Case(x, weights, conv_state, state, *tables)
-
-
-def close(actual: torch.Tensor, exact: torch.Tensor, tolerance: float) -> None:
-    error = ((actual.double() - exact).abs() / (1 + exact.abs())).max().item() if exact.numel() else 0.0
-    assert error <= tolerance, f"relative error {error:.2e}, allowed {tolerance:.0e}"
-
-
-def check(case: Case, device: Any = "cpu", run: Any = gdn.gated_delta_net) -> None:
-    """Output and states are the definition's, pad rows 0, and no other byte of the pools changes."""
-    dtype = case.x.dtype
-    exact_args, args = case.fresh(dtype=torch.float64), case.fresh(device)
-    exact = gated_delta_net_ref(*exact_args[:-1], case.slots.clamp(min=0))
-    out = run(*args)
-    assert out.dtype is dtype
-    close(out.cpu(), exact.double(), TOLERANCE[dtype])
-    rows = torch.repeat_interleave(case.slots, case.query_start_loc.diff())
-    dead = torch.ones(out.shape[0], dtype=torch.bool)
-    dead[: len(rows)] = rows <= 0
-    assert out.cpu()[dead].count_nonzero() == 0
-    own = [
-        slot
-        for slot, n in zip(case.slots.tolist(), case.query_start_loc.diff().tolist(), strict=True)
-        if n and slot > 0
-    ]
-    conv_state, state = args[2].cpu(), args[3].cpu()
-    assert torch.equal(conv_state[own], exact_args[2][own]), "convolution states are copies of inputs"
-    close(state[own], exact_args[3][own], 1e-5)
-    for slot in set(range(len(state))) - set(own):
-        for pool, before in ((conv_state, case.conv_state), (state, case.state)):
-            assert torch.equal(pool[slot].nan_to_num(7.0), before[slot].nan_to_num(7.0)), f"slot {slot} changed"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SMALL)
 @pytest.mark.usefixtures("nan_poison")
 def test_against_the_definition(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    check(make_case(shape, dtype, [1, 4, 2, 0], [4, 1, 3, 0], num_pads=3))
+    check(make_case(shape, dtype, [1, 4, 2, 0], [4, 1, 3, 0], num_pads=3), gdn.gated_delta_net)
 
 
 @settings(max_examples=10, deadline=None)
@@ -116,13 +42,16 @@ def test_against_the_definition(shape: tuple[int, ...], dtype: torch.dtype) -> N
 def test_any_batch(heads: Any, sizes: Any, requests: list[tuple[int, int]], num_pads: int, dtype: torch.dtype) -> None:
     """Requests without rows, in a slot of their own in any order, in the pad slot, or in slot -1."""
     slots = [{0: 0, 1: -1}.get(kind, len(requests) - r) for r, (_, kind) in enumerate(requests)]
-    check(make_case((*heads, *sizes), dtype, [n for n, _ in requests], slots, num_pads, seed=sum(sizes)))
+    check(
+        make_case((*heads, *sizes), dtype, [n for n, _ in requests], slots, num_pads, seed=sum(sizes)),
+        gdn.gated_delta_net,
+    )
 
 
 @pytest.mark.usefixtures("nan_poison")
 def test_a_long_request_is_convolved_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gdn, "_SEGMENT", 8)
-    check(make_case((1, 1, 4, 4, 4), torch.float32, [9, 17], [2, 1], num_pads=1))
+    check(make_case((1, 1, 4, 4, 4), torch.float32, [9, 17], [2, 1], num_pads=1), gdn.gated_delta_net)
 
 
 def test_bitwise_the_same_however_tokens_are_cut_and_in_any_batch() -> None:
@@ -143,7 +72,8 @@ def test_extreme_gates_and_inputs() -> None:
     case.x[:, -8:] = torch.tensor([-100.0, -5.0, 5.0, 100.0]).repeat(2)
     case.x[2] *= 1e4
     case.x[3] = 0
-    check(replace(case, weights=replace(case.weights, decay_rate_H=torch.tensor([1e-4, 1.0, 16.0, 1.0]))))
+    weights = replace(case.weights, decay_rate_H=torch.tensor([1e-4, 1.0, 16.0, 1.0]))
+    check(replace(case, weights=weights), gdn.gated_delta_net)
 
 
 @pytest.mark.parametrize(("D", "E", "dtype"), [(257, 8, torch.float32), (8, 300, torch.float32), (8, 8, torch.float64)])
@@ -158,7 +88,7 @@ def test_what_the_kernel_cannot_take_is_said_before_anything_is_written(D: int, 
 
 @pytest.mark.parametrize("lengths", [[], [0, 0]])
 def test_a_step_without_requests(lengths: list[int]) -> None:
-    check(make_case((1, 2, 4, 4, 4), torch.float32, lengths, [0] * len(lengths), num_pads=3))
+    check(make_case((1, 2, 4, 4, 4), torch.float32, lengths, [0] * len(lengths), num_pads=3), gdn.gated_delta_net)
 
 
 def test_the_host_never_asks_for_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,4 +152,4 @@ def test_compiles_for_a_card_without_one(tmp_path: Path) -> None:
 )
 def test_real_sizes_on_the_device(lengths: list[int], num_pads: int, dtype: torch.dtype) -> None:
     slots = [0 if n == 0 else len(lengths) - r for r, n in enumerate(lengths)]
-    check(make_case((16, 32, 128, 128, 4), dtype, lengths, slots, num_pads), ACCELERATOR)
+    check(make_case((16, 32, 128, 128, 4), dtype, lengths, slots, num_pads), gdn.gated_delta_net, ACCELERATOR)
