@@ -99,6 +99,14 @@ class GDNWeights:
     def value_dim(self) -> int:
         return self.num_v_heads * self.head_v_dim
 
+    @functools.cached_property
+    def conv_weight_CK(self) -> Tensor:
+        return self.conv_weight_KC.T.contiguous()
+
+    @functools.cached_property
+    def log_decay_rate_H(self) -> Tensor:
+        return self.decay_rate_H.log()
+
     def split(self, x_TN: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Views of the projection: convolution input [T, C], z [T, H, E], b [T, H], a [T, H]."""
         H = self.num_v_heads

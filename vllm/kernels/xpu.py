@@ -2,49 +2,352 @@
 """Thin wrappers over the kernels of vllm-xpu-kernels, by the contracts of ``kernels.ops``. Each keeps law 2 around its
 kernel: inputs narrowed to real rows and requests, and every row past them written here.
 
-Nothing in this file has run on an XPU; its tests put a stand-in with the kernels' documented habits in their place.
+The kernels are called by the schemas recorded in ``xpu_schemas.json``; where the installed package has others, or a
+shape that was not compiled is asked for, the next implementation runs. There is no ``rotary_embedding``: the kernel
+rotates in q's own type, with several roundings, and takes the distance between q's heads for k's as well.
+
+Nothing in this file has run on an XPU; its tests put stand-ins made from the schemas, with the kernels' documented
+habits, in their place.
 """
 
 from __future__ import annotations
 
-import torch
+import functools
+import json
+from pathlib import Path
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from vllm.kernels import memory
 from vllm.kernels.packages import kernel_package
+from vllm.kernels.padding import PAD_EXPERT, PAD_STATE_SLOT
 from vllm.kernels.reference_gdn import rms_norm_gated_ref
-from vllm.kernels.weights import GDNWeights
+from vllm.kernels.weights import GDNWeights, PackedExperts
+
+_HALF = (torch.bfloat16, torch.float16)
+_TOP_K = (1, 2, 4, 6, 8, 10)  # those that the experts' gather and scatter were compiled for
+_KERNELS = {
+    "rms_norm": ("_C.rms_norm",),
+    "fused_add_rms_norm": ("_C.fused_add_rms_norm",),
+    "silu_and_mul": ("_C.silu_and_mul",),
+    "reshape_and_cache": ("_C_cache_ops.reshape_and_cache_flash",),
+    "paged_attention": ("_vllm_fa2_C.varlen_fwd",),
+    "topk_softmax": ("_moe_C.topk_softmax",),
+    "fused_experts": (
+        "_moe_C.remap_hidden_states",
+        "_xpu_C.cutlass_grouped_gemm_interface",
+        "_C.silu_and_mul",
+        "_moe_C.moe_gather",
+    ),
+    "gated_delta_net": ("_xpu_C.gdn_attention",),
+}
+
+
+@functools.cache
+def recorded() -> dict[str, Any]:
+    """The release that the wrappers were written for: its schemas by kernel, and the paged-decode shapes in it."""
+    return json.loads(Path(__file__).with_name("xpu_schemas.json").read_text())
 
 
 def why_not(operator: str) -> str | None:
-    """None where the installed kernels have ``operator``."""
-    kernel_package("vllm_xpu_kernels._xpu_C")
-    return None if hasattr(torch.ops._xpu_C, "gdn_attention") else f"this vllm-xpu-kernels has no kernel for {operator}"
+    """None where the installed kernels have ``operator`` with the recorded arguments."""
+    for kernel in _KERNELS[operator]:
+        namespace, name = kernel.split(".")
+        # The cache's kernels come with the package's first library.
+        if kernel_package(f"vllm_xpu_kernels.{namespace.removesuffix('_cache_ops')}") is None:
+            return f"vllm_xpu_kernels.{namespace} cannot be loaded"
+        found = getattr(getattr(torch.ops, namespace), name, None)
+        if found is None:
+            return f"this vllm-xpu-kernels has no kernel {kernel}"
+        installed, known = found.default._schema, torch._C.parse_schema(name + recorded()["schemas"][kernel])
+        if _arguments(installed) != _arguments(known):
+            return f"this vllm-xpu-kernels takes other arguments than {recorded()['version']}: {installed}"
+    return None
+
+
+def _arguments(schema: Any) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in schema.arguments]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Row-wise operations
+
+
+def _of_one_dtype(operator: str, x: Tensor, weight_D: Tensor) -> None:
+    if weight_D.dtype is not x.dtype:
+        raise NotImplementedError(
+            f"{operator} of {x.dtype} with a weight of {weight_D.dtype}: the kernel takes one type"
+        )
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    _of_one_dtype("rms_norm", x, weight_D)
+    # The kernel writes rows that lie side by side, whatever the result's strides are, and assumes that none is x's.
+    direct = out is not None and out.is_contiguous() and out.data_ptr() != x.data_ptr()
+    y = out if out is not None and direct else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.numel():
+        torch.ops._C.rms_norm(y, x, weight_D, eps)
+    return y if out is None or out is y else out.copy_(y)
+
+
+def fused_add_rms_norm(
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    _of_one_dtype("fused_add_rms_norm", x_TD, weight_D)
+    if not residual_TD.is_contiguous():
+        raise NotImplementedError(f"fused_add_rms_norm with a residual of strides {residual_TD.stride()}")
+    if out is None:
+        out = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+    if out.data_ptr() != x_TD.data_ptr() or out.stride() != x_TD.stride():
+        out.copy_(x_TD)
+    if out.numel():
+        torch.ops._C.fused_add_rms_norm(out, residual_TD, weight_D, eps)
+    return out, residual_TD
+
+
+def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """The kernel knows no strides: a result that has some, such as x's own first half, costs a copy."""
+    y = torch.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype, device=x.device)
+    if x.numel():
+        torch.ops._C.silu_and_mul(y, x.contiguous())
+    return y if out is None else out.copy_(y)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention
+
+
+def zeroed_cache(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """[num_blocks, J, block_size, D] over memory in the kernels' order [num_blocks, block_size, J, D]."""
+    blocks, J, block_size, D = shape
+    return memory.zeroed_cache((blocks, block_size, J, D), dtype).transpose(1, 2)
+
+
+def _in_kernels_order(key_cache: Tensor, value_cache: Tensor) -> tuple[Tensor, Tensor]:
+    caches = key_cache.transpose(1, 2), value_cache.transpose(1, 2)
+    if not all(cache.is_contiguous() for cache in caches):
+        raise NotImplementedError(
+            f"caches of shape {tuple(key_cache.shape)} with strides {key_cache.stride()} and {value_cache.stride()}: "
+            "the kernels read [num_blocks, block_size, heads, head_size], as kernels.xpu.zeroed_cache makes them"
+        )
+    return caches
+
+
+@functools.cache
+def _unit_scale(device: torch.device) -> Tensor:
+    return torch.ones((), dtype=torch.float32, device=device)
+
+
+def reshape_and_cache(
+    k_TJD: Tensor, v_TJD: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping_T: Tensor
+) -> None:
+    caches = _in_kernels_order(key_cache, value_cache)
+    if k_TJD.shape[0]:
+        k_TJD, v_TJD = (x if x[0].is_contiguous() else x.contiguous() for x in (k_TJD, v_TJD))
+        scale = _unit_scale(k_TJD.device)
+        torch.ops._C_cache_ops.reshape_and_cache_flash(k_TJD, v_TJD, *caches, slot_mapping_T, "auto", scale, scale)
+
+
+def _check_compiled(H: int, J: int, D: int, block_size: int, window: bool, dtype: torch.dtype) -> None:
+    """
+    Raises:
+        NotImplementedError: no paged-decode kernel was compiled for this shape; the package would take plain torch.
+    """
+    tile = 8 if H // J <= 8 else 16
+    page = 64 if block_size % 64 == 0 else 32 if block_size == 32 else 16
+    compiled = recorded()["paged_decode"]["window" if window else "full"][str(tile)]
+    pages = compiled.get(str(D), [])
+    if dtype in _HALF and block_size % 16 == 0 and page in pages:
+        return
+    raise NotImplementedError(
+        f"attention of {dtype} with head size {D}, {H // J} query heads to a key head, blocks of {block_size}"
+        f"{' and a sliding window' if window else ''}: vllm-xpu-kernels has it in bfloat16 and float16 with blocks of "
+        f"{' or '.join(map(str, pages)) or 'no size'} for this head size; set block_size to one of these"
+    )
+
+
+def paged_attention(
+    q_THD: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    out_THD: Tensor,
+    sliding_window: int = 0,
+    num_reqs: int | None = None,
+    query_start_loc_cpu: Tensor | None = None,
+    seq_lens_cpu: Tensor | None = None,
+) -> None:
+    """The last two are the host's copies: without them each call waits for the device, because the kernel takes the
+    longest query and the longest context as numbers of the host.
+
+    A request without rows would be taken for a decode, whose row is that of the next request or lies past the end: the
+    kernel sees the requests that have rows, and no row past theirs.
+    """
+    H, D = q_THD.shape[1:]
+    J, block_size = key_cache.shape[1:3]
+    _check_compiled(H, J, D, block_size, sliding_window > 0, q_THD.dtype)
+    keys, values = _in_kernels_order(key_cache, value_cache)
+    R = query_start_loc.shape[0] - 1 if num_reqs is None else num_reqs
+    starts = (query_start_loc.cpu() if query_start_loc_cpu is None else query_start_loc_cpu)[: R + 1]
+    lengths = starts.diff()
+    n, real = int(torch.count_nonzero(lengths)), int(starts[-1])
+    assert bool((lengths[:n] > 0).all()), f"a request without rows stands before others: {lengths.tolist()}"
+    if n:
+        contexts = (seq_lens.cpu() if seq_lens_cpu is None else seq_lens_cpu)[:n]
+        if bool((contexts < lengths[:n]).any()):
+            raise NotImplementedError(f"requests of {lengths[:n].tolist()} rows and {contexts.tolist()} tokens in all")
+        out = out_THD[:real] if out_THD.is_contiguous() else torch.empty_like(out_THD[:real])
+        window = (sliding_window - 1, 0) if sliding_window else (-1, -1)
+        try:
+            torch.ops._vllm_fa2_C.varlen_fwd(
+                q_THD[:real],
+                keys,
+                values,
+                out,
+                cu_seqlens_q=query_start_loc[: n + 1],
+                cu_seqlens_k=torch.zeros_like(query_start_loc[: n + 1]),
+                seqused_k=seq_lens[:n],
+                leftpad_k=None,
+                block_table=block_table[:n],
+                alibi_slopes=None,
+                max_seqlen_q=int(lengths.max()),
+                max_seqlen_k=int(contexts.max()),
+                p_dropout=0.0,
+                q_scale=None,
+                k_scale=None,
+                v_scale=None,
+                softmax_scale=scale,
+                softmax_sink=None,
+                zero_tensors=False,
+                is_causal=True,
+                window_size_left=window[0],
+                window_size_right=window[1],
+                softcap=0.0,
+                return_softmax=False,
+                gen=None,
+                num_splits=None,
+                mix_batch=True,
+                splits_per_seq=None,
+                work_list=None,
+            )
+        except RuntimeError as error:
+            if "not compiled" not in str(error):
+                raise
+            raise NotImplementedError(f"head size {D}, blocks of {block_size}: {error}") from error
+        if not out_THD.is_contiguous():
+            out_THD[:real] = out
+    out_THD[real:] = 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Experts
+
+
+def topk_softmax(
+    router_logits_TE: Tensor, top_k: int, renormalize: bool, num_tokens_unpadded: int
+) -> tuple[Tensor, Tensor]:
+    T, device = router_logits_TE.shape[0], router_logits_TE.device
+    weights = torch.empty(T, top_k, dtype=torch.float32, device=device)
+    ids, unused = (torch.empty(T, top_k, dtype=torch.int32, device=device) for _ in range(2))
+    if real := num_tokens_unpadded:
+        logits = router_logits_TE[:real].contiguous()
+        torch.ops._moe_C.topk_softmax(weights[:real], ids[:real], unused[:real], logits, renormalize, None, None)
+    weights[real:], ids[real:] = 0, PAD_EXPERT
+    return weights, ids
+
+
+def pack_expert_weights(weight_ENK: Tensor, gated: bool = False) -> PackedExperts:
+    """A "plain" weight [E, N, K] over memory in the order [E, K, N], which the kernel reads."""
+    E, N, K = weight_ENK.shape
+    data = torch.empty(E, K, N, dtype=weight_ENK.dtype, device=weight_ENK.device).transpose(1, 2)
+    data.copy_(weight_ENK)
+    return PackedExperts(E, N, K, weight_ENK.dtype, data, "plain", gated)
+
+
+@functools.cache
+def _expert_map(E: int, device: torch.device) -> Tensor:
+    """Each expert's own number, and -1 for one more, which skipped slots are sent to."""
+    return torch.arange(E + 1, dtype=torch.int32, device=device).masked_fill_(
+        torch.arange(E + 1, device=device) == E, -1
+    )
+
+
+def fused_experts(
+    x_TD: Tensor,
+    w13: PackedExperts,
+    w2: PackedExperts,
+    topk_ids_TS: Tensor,
+    topk_weights_TS: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Id -1 never reaches the kernels, which would index a table with it or take it for expert 0: a skipped slot has id
+    E of a table of E + 1 experts, which sends it nowhere."""
+    (T, D), E, I, S, dtype, device = x_TD.shape, w13.E, w2.K, topk_ids_TS.shape[1], x_TD.dtype, x_TD.device
+    weights = [packed.data.transpose(1, 2) for packed in (w13, w2)]
+    if dtype not in _HALF or S not in _TOP_K or D % 8 or I % 4 or not all(w.is_contiguous() for w in weights):
+        raise NotImplementedError(
+            f"experts of {dtype}, sizes {D} and {I}, {S} to a token, weights of strides {w13.data.stride()}: "
+            f"vllm-xpu-kernels takes bfloat16 and float16, multiples of 8 and 4, {_TOP_K} to a token, and weights as "
+            "kernels.xpu.pack_expert_weights makes them"
+        )
+    y = out if out is not None and out.is_contiguous() else torch.empty(T, D, dtype=dtype, device=device)
+    if T:
+        x_TD, topk_weights_TS = x_TD.contiguous(), topk_weights_TS.contiguous()
+        topk_ids_TS = topk_ids_TS.masked_fill(topk_ids_TS < 0, E)
+        rows = torch.empty(T * S, D, dtype=dtype, device=device)
+        rows_per_expert = torch.zeros(E, dtype=torch.int32, device=device)
+        place_TS = torch.empty(T, S, dtype=torch.int32, device=device)
+        table = _expert_map(E, device)
+        torch.ops._moe_C.remap_hidden_states(
+            x_TD, None, rows, None, table, rows_per_expert, place_TS, topk_ids_TS, E + 1, E
+        )
+        gate_up, h = (torch.empty(T * S, width, dtype=dtype, device=device) for width in (2 * I, I))
+        gemm = torch.ops._xpu_C.cutlass_grouped_gemm_interface
+        gemm(rows, None, weights[0], None, None, gate_up, rows_per_expert, 2 * I, D, E)
+        torch.ops._C.silu_and_mul(h, gate_up)  # of the rows past the last expert's as well, which nothing reads
+        gemm(h, None, weights[1], None, None, rows, rows_per_expert, D, I, E)
+        torch.ops._moe_C.moe_gather(y, rows, topk_weights_TS, place_TS, E)
+    return y if out is None or out is y else out.copy_(y)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gated delta net
 
 
 def gdn_attention(
-    x_TN: torch.Tensor,
+    x_TN: Tensor,
     weights: GDNWeights,
-    conv_state: torch.Tensor,
-    recurrent_state: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    state_indices: torch.Tensor,
-    query_start_loc_cpu: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    conv_state: Tensor,
+    recurrent_state: Tensor,
+    query_start_loc: Tensor,
+    state_indices: Tensor,
+    query_start_loc_cpu: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Convolution and delta rule: (core [T, H, E], z [T, H, E]), rows past the real ones exactly 0 in both.
 
     The kernel leaves rows that belong to no request as they were in core and writes garbage to them in z; given more
     rows than query_start_loc covers it counts them to the last request, whose convolution state it then overwrites.
     So it is given views that end with the last real row and the last request that has rows. Up to version 0.1.8 it
-    asserts ``core.size(0) == num_actual_tokens``, which holds for these views.
+    asserts ``core.size(0) == num_actual_tokens``, which holds for these views. Its pad slot is -1.
 
-    States were cleared when their requests began, so every request continues one (``has_initial_state`` all True).
+    It keeps a head's state as [E, D] where the twin has [D, E]: the pool's memory is its own, no other implementation
+    may go on with it. States were cleared when their requests began, so every request continues one
+    (``has_initial_state`` all True).
     """
     lengths = query_start_loc_cpu.diff()
     num_reqs, real = int(torch.count_nonzero(lengths)), int(query_start_loc_cpu[-1])
-    H, E = weights.num_v_heads, weights.head_v_dim
+    assert bool((lengths[:num_reqs] > 0).all()), f"a request without rows stands before others: {lengths.tolist()}"
+    S, H, D, E = recurrent_state.shape
     core, z = (torch.empty(x_TN.shape[0], H, E, dtype=x_TN.dtype, device=x_TN.device) for _ in range(2))
     if num_reqs:
         only_decodes = real == num_reqs
         qkvz, ba = x_TN[:real].split([x_TN.shape[1] - 2 * H, 2 * H], dim=-1)
+        slots = state_indices[:num_reqs]
         torch.ops._xpu_C.gdn_attention(
             core[:real],
             z[:real],
@@ -52,14 +355,14 @@ def gdn_attention(
             ba.contiguous(),
             weights.num_k_heads,
             H,
-            weights.head_k_dim,
+            D,
             E,
             conv_state=conv_state,
-            ssm_state=recurrent_state,
-            conv_weights=weights.conv_weight_KC.T.to(x_TN.dtype).contiguous(),
+            ssm_state=recurrent_state.view(S, H, E, D),
+            conv_weights=weights.conv_weight_CK.to(x_TN.dtype),
             conv_bias=None,
             activation="silu",
-            A_log=weights.decay_rate_H.log(),
+            A_log=weights.log_decay_rate_H,
             dt_bias=weights.dt_bias_H,
             num_prefills=0 if only_decodes else num_reqs,
             num_decodes=num_reqs if only_decodes else 0,
@@ -67,7 +370,7 @@ def gdn_attention(
             has_initial_state=torch.ones(num_reqs, dtype=torch.bool, device=x_TN.device),
             non_spec_query_start_loc=query_start_loc[: num_reqs + 1],
             non_spec_token_indx=None,
-            non_spec_state_indices_tensor=state_indices[:num_reqs].contiguous(),
+            non_spec_state_indices_tensor=slots.masked_fill(slots == PAD_STATE_SLOT, -1),
             spec_query_start_loc=None,
             spec_token_indx=None,
             spec_state_indices_tensor=None,
@@ -76,20 +379,23 @@ def gdn_attention(
             tp_size=1,
             reorder_input=True,
         )
+        pad = (slots == PAD_STATE_SLOT).repeat_interleave(query_start_loc[: num_reqs + 1].diff(), output_size=real)
+        for rows in (core[:real], z[:real]):
+            rows.masked_fill_(pad[:, None, None], 0)
     core[real:] = 0
     z[real:] = 0
     return core, z
 
 
 def gated_delta_net(
-    x_TN: torch.Tensor,
+    x_TN: Tensor,
     weights: GDNWeights,
-    conv_state: torch.Tensor,
-    recurrent_state: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    state_indices: torch.Tensor,
-    query_start_loc_cpu: torch.Tensor | None = None,
-) -> torch.Tensor:
+    conv_state: Tensor,
+    recurrent_state: Tensor,
+    query_start_loc: Tensor,
+    state_indices: Tensor,
+    query_start_loc_cpu: Tensor | None = None,
+) -> Tensor:
     host = query_start_loc.cpu() if query_start_loc_cpu is None else query_start_loc_cpu
     core, z = gdn_attention(x_TN, weights, conv_state, recurrent_state, query_start_loc, state_indices, host)
     out = rms_norm_gated_ref(core.float(), z, weights.norm_weight_E, weights.eps)

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: PT018
 """The gated delta net: convolution, and the recurrence with its gated norm; states updated in place by slot.
 
 No line of this has run on hardware yet, only in Triton's interpreter.
@@ -117,7 +118,7 @@ def causal_conv1d(
 ) -> Tensor:
     """As the twin ``causal_conv1d_ref``, [T, C] of ``dtype``; rows of no request or of the pad slot are not written."""
     (T, C), (K, R), slots = x_TC.shape, (weight_KC.shape[0], state_indices.shape[0]), conv_state.shape[0]
-    assert conv_state.shape == (slots, K - 1, C) and weight_KC.shape == (K, C), (  # noqa: PT018
+    assert conv_state.shape == (slots, K - 1, C) and weight_KC.shape == (K, C), (
         f"x is {x_TC.shape}, taps {weight_KC.shape}, states {conv_state.shape}"
     )
     assert conv_state.dtype is x_TC.dtype, f"x is {x_TC.dtype}, its kept rows are {conv_state.dtype}"
@@ -152,13 +153,13 @@ def gated_delta_net(
             f"{_MOST_HEAD_SIZE} and {[str(dtype) for dtype in _DTYPES]}"
         )
     T, R, slots = x_TN.shape[0], state_indices.shape[0], conv_state.shape[0]
-    assert x_TN.shape[1] == weights.conv_dim + H * E + 2 * H and x_TN.stride(1) == 1, (  # noqa: PT018
+    assert x_TN.shape[1] == weights.conv_dim + H * E + 2 * H and x_TN.stride(1) == 1, (
         f"x is {x_TN.shape} {x_TN.stride()}, needed [T, {weights.conv_dim + H * E + 2 * H}]"
     )
-    assert recurrent_state.shape == (slots, H, D, E) and recurrent_state.dtype is torch.float32, (  # noqa: PT018
+    assert recurrent_state.shape == (slots, H, D, E) and recurrent_state.dtype is torch.float32, (
         f"states are {recurrent_state.shape} {recurrent_state.dtype}, needed {(slots, H, D, E)} float32"
     )
-    assert conv_state.is_contiguous() and recurrent_state.is_contiguous(), "the state pools must be contiguous"  # noqa: PT018
+    assert conv_state.is_contiguous() and recurrent_state.is_contiguous(), "the state pools must be contiguous"
     assert query_start_loc.shape == (R + 1,), f"{R} slots for {query_start_loc.shape[0]} starts"
     out = x_TN.new_zeros(T, H * E)
     y = causal_conv1d(x_TN[:, : weights.conv_dim], weights.conv_weight_KC, conv_state, query_start_loc, state_indices)

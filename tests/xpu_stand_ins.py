@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: PT018
+"""Stand-ins for the kernels of vllm-xpu-kernels: operators of the recorded schemas, computed on the CPU with what is
+documented of the kernels, unkind habits too: strides that they do not look at, rows that they leave unwritten, indices
+that they follow out of bounds. On meta tensors they do nothing, so whatever reads a value raises."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllm.kernels import reference, reference_gdn, xpu
+from vllm.kernels.weights import GDNWeights
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def rms_norm(result: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+    assert result.is_contiguous() and result.data_ptr() != x.data_ptr()
+    assert x.stride(-1) == 1 and weight.is_contiguous()
+    assert result.dtype is x.dtype is weight.dtype, "the kernel reads all three as one type"
+    reference.rms_norm(x, weight, eps, result)
+
+
+def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+    assert residual.is_contiguous() and x.stride(-1) == 1, "rows of the residual lie side by side"
+    assert x.dtype is residual.dtype is weight.dtype, "the kernel reads all three as one type"
+    reference.fused_add_rms_norm(x, residual, weight, eps, x)
+
+
+def silu_and_mul(result: Tensor, x: Tensor) -> None:
+    assert result.is_contiguous() and x.is_contiguous(), "the kernel knows no strides"
+    reference.silu_and_mul(x, result)
+
+
+def reshape_and_cache_flash(
+    k: Tensor,
+    v: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    kind: str,
+    k_scale: Tensor,
+    v_scale: Tensor,
+) -> None:
+    assert kind == "auto" and k_scale.dtype is v_scale.dtype is torch.float32 and slots.dtype is torch.int64
+    assert k[0].is_contiguous() and v[0].is_contiguous(), "heads of a row lie side by side"
+    assert key_cache.is_contiguous() and key_cache.shape[2:] == k.shape[1:]
+    for t, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            for x, cache in ((k, key_cache), (v, value_cache)):
+                cache.view(-1, *k.shape[1:])[slot] = x[t]
+
+
+def varlen_fwd(*args: Any) -> list[Tensor]:
+    (q, k, v, out, starts, cu_k, contexts, leftpad, table, alibi, max_q, max_k, dropout, *scales, scale, sink, _) = (
+        args[:19]
+    )
+    causal, left, right, softcap, lse, _gen, _splits, mix_batch, per_seq, work = args[19:]
+    assert q.dtype in HALF and q.dtype is k.dtype is v.dtype is out.dtype and q.stride(-1) == 1
+    assert starts.dtype is cu_k.dtype is contexts.dtype is table.dtype is torch.int32 and out.is_contiguous()
+    assert len(starts) == len(cu_k) == len(contexts) + 1 and len(table) == len(contexts)
+    assert causal and mix_batch and not lse and not softcap and not dropout and scales == [None] * 3
+    assert leftpad is alibi is sink is per_seq is work is None
+    H, D, (_, block_size, J, _) = q.shape[1], q.shape[2], k.shape
+    if D == 112:
+        raise RuntimeError("Paged decode kernel not compiled for this configuration.")
+    if D == 120:
+        raise RuntimeError("UR_RESULT_ERROR_DEVICE_LOST")
+    for r, (first, end) in enumerate(itertools.pairwise(starts.tolist())):
+        if end - first <= 1:  # taken for a decode, whether or not it has a row
+            end = first + 1
+        assert end <= len(out), f"row {first} of request {r} lies past the {len(out)} rows of the result"
+        end = min(end, first + max_q)
+        length = min(int(contexts[r]), max_k)
+        position = torch.arange(length - (end - first), length)[:, None]
+        at = torch.arange(length)
+        seen = at <= position
+        if left >= 0:
+            assert right == 0
+            seen &= at >= position - left
+        keys, values = (c[table[r, at // block_size].long(), at % block_size].float() for c in (k, v))
+        keys, values = (x.where(seen.any(0)[:, None, None], 0).transpose(0, 1) for x in (keys, values))
+        keys, values = (x.repeat_interleave(H // J, 0) for x in (keys, values))
+        o = F.scaled_dot_product_attention(q[first:end].transpose(0, 1).float(), keys, values, seen, scale=scale)
+        out[first:end] = o.transpose(0, 1).to(out.dtype)
+    return [out]
+
+
+def topk_softmax(
+    weights: Tensor, ids: Tensor, rows: Tensor, logits: Tensor, renormalize: bool, bias: Any, is_padding: Any
+) -> None:
+    assert logits.is_contiguous() and weights.is_contiguous() and ids.is_contiguous() and rows.is_contiguous()
+    assert bias is is_padding is None and ids.dtype is rows.dtype is torch.int32 and weights.dtype is torch.float32
+    assert not logits.isnan().any(), "a NaN makes one expert the choice many times"
+    new_weights, new_ids = reference.topk_softmax(logits, weights.shape[1], renormalize, len(logits))
+    weights.copy_(new_weights)
+    ids.copy_(new_ids)
+
+
+def remap_hidden_states(
+    x: Tensor, scales: Any, rows: Tensor, row_scales: Any, table: Tensor | None, counts: Tensor, place: Tensor,
+    ids: Tensor, total: int, local: int,
+) -> None:  # fmt: skip
+    assert scales is row_scales is None and x.is_contiguous() and ids.is_contiguous() and counts.dtype is torch.int32
+    assert rows.shape == (ids.numel(), x.shape[1]) and len(counts) == local and not counts.any()
+    if table is not None:
+        assert table.dtype is torch.int32 and len(table) == total
+        if int(ids.min()) < 0 or int(ids.max()) >= total:
+            raise IndexError(f"ids {ids.min()} to {ids.max()} are read out of a table of {total}")
+    experts = table[ids.long()] if table is not None else ids.clamp(min=0)  # without a table -1 is expert 0
+    at = 0
+    place.fill_(-1)
+    for e in range(local):
+        for t, s in (experts == e).nonzero().tolist():
+            rows[at], place[t, s] = x[t], at
+            counts[e] += 1
+            at += 1
+
+
+def cutlass_grouped_gemm_interface(
+    A: Tensor, a_scale: Any, B: Tensor, b_scale: Any, bias: Any, out: Tensor, counts: Tensor, N: int, K: int, E: int
+) -> Tensor:
+    assert a_scale is b_scale is bias is None and A.dtype in HALF and A.dtype is B.dtype is out.dtype and N % 8 == 0
+    assert B.is_contiguous() and B.shape == (E, K, N) and A.shape[1] == K and out.shape[1] == N
+    at = 0
+    for e, count in enumerate(counts.tolist()):
+        out[at : at + count] = (A[at : at + count].float() @ B[e].float()).to(out.dtype)
+        at += count
+    return out
+
+
+def moe_gather(out: Tensor, rows: Tensor, weights: Tensor, place: Tensor, num_experts: int) -> None:
+    assert out.is_contiguous() and weights.is_contiguous() and weights.dtype is torch.float32
+    for t in range(len(out)):
+        used = [(rows[at].float() * weights[t, s]) for s, at in enumerate(place[t].tolist()) if at != -1]
+        out[t] = sum(used, start=torch.zeros(out.shape[1])).to(out.dtype)
+
+
+def gdn_attention(*args: Any) -> None:
+    """Rows that query_start_loc does not cover but num_actual_tokens counts are taken for the last request's; z is
+    garbage past the covered rows, core is left as it was. States are [H, E, D]; slot -1 is skipped."""
+    core, z, qkvz, ba, G, H, D, E, conv_state, state, taps, bias, act, A_log, dt_bias, prefills, decodes, spec = args[
+        :18
+    ]
+    initial, starts, _, slots, _, _, _, _, rows, tp_size, reorder = args[18:]
+    assert qkvz.is_contiguous() and ba.is_contiguous() and taps.is_contiguous() and slots.is_contiguous()
+    assert bias is None and act == "silu" and spec == 0 and tp_size == 1 and reorder
+    assert state.shape[1:] == (H, E, D), f"states are {state.shape}, the kernel keeps [{H}, {E}, {D}]"
+    assert prefills + decodes == len(slots) == len(starts) - 1 == len(initial) and bool(initial.all())
+    assert core.shape[0] == rows, f"core has {core.shape[0]} rows, num_actual_tokens={rows}"
+    starts = starts.clone()
+    covered = int(starts[-1])
+    starts[-1] = rows
+    w = GDNWeights(taps.T.float().contiguous(), A_log.exp(), dt_bias, torch.ones(E), 1e-6, G, D)
+    mixed, gate, b, a = w.split(torch.cat([qkvz, ba], dim=1)[:rows])
+    slots = slots.masked_fill(slots == -1, reference_gdn.PAD_STATE_SLOT)  # what the twin skips
+    y = reference_gdn.causal_conv1d_ref(mixed, w.conv_weight_KC, conv_state, starts, slots)
+    q, k, v = y.split([G * D, G * D, w.value_dim], dim=-1)
+    g = -w.decay_rate_H * F.softplus(a.float() + w.dt_bias_H)
+    heads = (q.unflatten(-1, (G, D)), k.unflatten(-1, (G, D)), v.unflatten(-1, (H, -1)))
+    own = state.transpose(2, 3)
+    out = reference_gdn.gated_delta_rule_ref(*heads, g, b.float().sigmoid(), own, starts, slots)
+    written = torch.repeat_interleave(slots != reference_gdn.PAD_STATE_SLOT, starts.diff())
+    written[covered:] = False
+    core[written] = out[written].to(core.dtype)
+    z[:] = float("nan")
+    z[:covered] = gate[:covered]
+
+
+_MADE: tuple[Callable[..., Any], ...] = (
+    rms_norm, fused_add_rms_norm, silu_and_mul, reshape_and_cache_flash, varlen_fwd, topk_softmax, remap_hidden_states,
+    cutlass_grouped_gemm_interface, moe_gather, gdn_attention,
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """``torch.ops`` has the stand-ins."""
+    made = {function.__name__: function for function in _MADE}
+    with contextlib.ExitStack() as stack:
+        libraries: dict[str, Any] = {}
+        for kernel, schema in xpu.recorded()["schemas"].items():
+            namespace, name = kernel.split(".")
+            if namespace not in libraries:
+                libraries[namespace] = stack.enter_context(torch.library._scoped_library(namespace, "FRAGMENT"))
+            library = libraries[namespace]
+            library.define(name + schema)
+            library.impl(name, made[name], "CPU")
+            returns = {"varlen_fwd": lambda *args: [args[3]], "cutlass_grouped_gemm_interface": lambda *args: args[5]}
+            library.impl(name, returns.get(name, lambda *args: None), "Meta")
+        yield
