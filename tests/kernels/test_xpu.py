@@ -406,7 +406,8 @@ def test_the_release_has_what_is_recorded(tmp_path: Path) -> None:
         attention = files.read("vllm_xpu_kernels/libattn_kernels_xe_2.so")
     wheel.unlink()
     compiled: dict[str, dict[str, dict[str, set[int]]]] = {"full": {}, "window": {}}
-    policy = rb"decode_policy_qpacked_headIN4cute1CILi(\d+)EEENS\d?_ILi(\d+)EEE(?:NS\d?_ILi(\d+)EEE|(S\d_))ELb0ELb([01])ELb0E"
+    numbers = rb"IN4cute1CILi(\d+)EEENS\d?_ILi(\d+)EEE(?:NS\d?_ILi(\d+)EEE|(S\d_))E"
+    policy = rb"decode_policy_qpacked_head" + numbers + rb"Lb0ELb([01])ELb0E"
     for heads, size, page, again, window in re.findall(policy, attention):
         shapes = compiled["window" if window == b"1" else "full"].setdefault(heads.decode(), {})
         # A number that stood before is not spelled out again: the first is S6_, the second S7_.
