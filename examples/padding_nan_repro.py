@@ -221,7 +221,7 @@ def gate_fault() -> Result:
 
 
 def gate_shipped() -> Result:
-    pools = torch.zeros(5, K - 1, WEIGHTS.conv_dim), torch.zeros(5, H, D, D)
+    pools = torch.zeros(5, K - 1, WEIGHTS.conv_dim), xpu.zeroed_state((5, H, D, D), torch.float32)
     with mock.patch.object(torch.ops, "_xpu_C", SimpleNamespace(gdn_attention=xpu_kernel), create=True):
         out = xpu.gated_delta_net(random(ROWS, COLUMNS), WEIGHTS, *pools, STARTS, SLOTS, STARTS)
     good = same(out[:REAL], gate_rows(ROWS)[:REAL]) and bool((out[REAL:] == 0).all())

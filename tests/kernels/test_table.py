@@ -40,6 +40,7 @@ def packages_with(*present: str) -> Callable[[str], Any]:
 def test_every_operator_has_contract_twin_and_row() -> None:
     public = {name for name, x in vars(ops).items() if inspect.isfunction(x) and x.__module__ == ops.__name__}
     helpers = {"pack_linear_weight", "unpack_linear_weight", "pack_expert_weights", "repack_expert_weight"}
+    helpers |= {"zeroed_cache", "zeroed_state"}
     assert {name for name in public if not name.startswith("_")} == {
         *table.TABLE,
         *helpers,
@@ -183,7 +184,7 @@ def test_a_kernel_that_fails_its_check_is_not_taken(
     monkeypatch.setattr(table, "_module", lambda name: stand_in if name == "triton" else module(name))
     monkeypatch.setattr(table, "why_not", lambda name, device: None if name in ("triton", "reference") else "absent")
     monkeypatch.setattr(
-        checks, "failure", lambda op, function, device, check=checks.failure: check(op, function, "cpu")
+        checks, "failure", lambda op, function, device, module, check=checks.failure: check(op, function, "cpu")
     )
     used = chosen("cuda")
     assert used["rms_norm"] == "triton"

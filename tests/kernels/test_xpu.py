@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 import xpu_stand_ins
 from gdn_cases import check, make_case
 
-from vllm.kernels import ops, reference, table, weights, xpu
+from vllm.kernels import checks, ops, reference, table, weights, xpu
 
 NAN = float("nan")
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -50,6 +51,27 @@ def test_every_wrapper_stands_in_the_table_with_its_kernels(monkeypatch: pytest.
     for operator in xpu._KERNELS:
         assert xpu.why_not(operator) is None
         assert callable(getattr(xpu, operator))
+
+
+@pytest.mark.parametrize("operator", xpu._KERNELS)
+def test_wrappers_pass_the_tables_check(operator: str) -> None:
+    assert checks.failure(operator, getattr(xpu, operator), "cpu", xpu) is None
+
+
+def test_the_engines_memory_is_in_the_kernels_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers allocate through ``ops``, which asks the chosen implementation."""
+    assert ops.zeroed_cache((3, 2, 16, 8), torch.bfloat16).is_contiguous()
+    assert ops.zeroed_state((3, 2, 8, 6), torch.float32).is_contiguous()
+    monkeypatch.setattr(ops, "choose", lambda device: dict.fromkeys(table.TABLE, SimpleNamespace(module=xpu)))
+    cache, state = ops.zeroed_cache((3, 2, 16, 8), torch.bfloat16), ops.zeroed_state((3, 2, 8, 6), torch.float32)
+    assert (cache.shape, state.shape) == ((3, 2, 16, 8), (3, 2, 8, 6))
+    assert cache.transpose(1, 2).is_contiguous()
+    assert state.transpose(2, 3).is_contiguous()
+    assert not cache.any()
+    assert not state.any()
+    packed = ops.pack_expert_weights(randn(3, 8, 4))
+    assert packed.data.transpose(1, 2).is_contiguous()
+    assert ops.pack_linear_weight(randn(8, 4)).kind == "plain"
 
 
 def test_a_kernel_with_other_arguments_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,6 +177,7 @@ def attention_case(
         ([1, 1, 1, 0, 0], [17, 1, 64, 0, 0], 0),  # a decode kernel given the last two would write past the end
         ([1, 1, 0], [5, 33, 0], 3),
         ([7, 1, 5, 0], [7, 20, 36, 0], 2),
+        ([0, 2, 0, 1], [9, 2, 0, 20], 1),
         ([4, 4], [4, 20], 0),
         ([0, 0], [0, 0], 4),
         ([], [], 2),
@@ -219,7 +242,7 @@ def test_attention_refuses_other_types_orders_and_lengths() -> None:
     row = randn(1, 2, 64, dtype=torch.bfloat16)
     with pytest.raises(NotImplementedError, match="zeroed_cache"):
         xpu.reshape_and_cache(row, row, dense["key_cache"], dense["value_cache"], torch.tensor([0]))
-    with pytest.raises(NotImplementedError, match=r"\[1\] rows and \[0\] tokens"):
+    with pytest.raises(NotImplementedError, match=r"of \[1\] rows and \[0\] tokens"):
         xpu.paged_attention(**{**case, "seq_lens": torch.zeros(1, dtype=torch.int32)}, out_THD=out)
 
 
@@ -305,18 +328,22 @@ def test_packed_experts_are_plain_to_all_others() -> None:
 
 
 def gated_delta_net(x: Any, w: Any, conv_state: Any, state: Any, *tables: Any) -> torch.Tensor:
-    """The pool is the kernel's: a head's state is [E, D] there."""
-    S, H, D, E = state.shape
-    own = state.transpose(2, 3).contiguous()
-    out = xpu.gated_delta_net(x, w, conv_state, own.view(S, H, D, E), *tables)
-    state.copy_(own.transpose(2, 3))
+    own = xpu.zeroed_state(state.shape, state.dtype).copy_(state)
+    out = xpu.gated_delta_net(x, w, conv_state, own, *tables)
+    state.copy_(own)
     return out
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize(
     ("lengths", "slots"),
-    [([1, 1, 1, 0], [4, 1, 3, 0]), ([5, 1, 7, 0, 0], [4, 1, 3, 0, 0]), ([3, 2, 4], [2, 0, 3]), ([0, 0], [0, 0])],
+    [
+        ([1, 1, 1, 0], [4, 1, 3, 0]),
+        ([5, 1, 7, 0, 0], [4, 1, 3, 0, 0]),
+        ([3, 2, 4], [2, 0, 3]),
+        ([0, 2, 0, 1], [1, 2, 0, 4]),
+        ([0, 0], [0, 0]),
+    ],
 )
 @pytest.mark.usefixtures("nan_poison")
 def test_gated_delta_net(lengths: list[int], slots: list[int], dtype: torch.dtype) -> None:
@@ -328,7 +355,10 @@ def test_a_gated_delta_net_kernel_given_more_rows_than_requests_cover() -> None:
     """What the wrapper prevents: 30 rows counted for 26 overwrite the last request's states, and z is NaN."""
     case = make_case((2, 4, 16, 16, 4), torch.float32, [5, 5, 8, 8], [2, 3, 4, 5], num_pads=4)
     case.x[26:] = 1.0
-    right, (x, w, conv_state, state, starts, slots) = case.fresh(), case.fresh()
+    right, (x, w, conv_state, state, starts, slots) = (
+        (*args[:3], args[3].transpose(2, 3).contiguous().transpose(2, 3), *args[4:])
+        for args in (case.fresh(), case.fresh())
+    )
     core, z = xpu.gdn_attention(*right, starts)
     assert core[26:].count_nonzero() == z[26:].count_nonzero() == 0
 
@@ -339,7 +369,12 @@ def test_a_gated_delta_net_kernel_given_more_rows_than_requests_cover() -> None:
         (argument.name for argument in kernel.default._schema.arguments[4:]), None
     )
     arguments |= {"num_k_heads": 2, "num_v_heads": 4, "head_k_dim": 16, "head_v_dim": 16, "activation": "silu"}
-    arguments |= {"conv_state": conv_state, "ssm_state": state, "conv_weights": w.conv_weight_CK, "tp_size": 1}
+    arguments |= {
+        "conv_state": conv_state,
+        "ssm_state": state.transpose(2, 3),
+        "conv_weights": w.conv_weight_CK,
+        "tp_size": 1,
+    }
     arguments |= {"A_log": w.log_decay_rate_H, "dt_bias": w.dt_bias_H, "num_prefills": 4, "num_decodes": 0}
     arguments |= {"num_spec_decodes": 0, "has_initial_state": torch.ones(4, dtype=torch.bool), "reorder_input": True}
     arguments |= {"non_spec_query_start_loc": starts, "non_spec_state_indices_tensor": slots, "num_actual_tokens": 30}
@@ -378,7 +413,11 @@ def test_the_host_asks_the_device_for_nothing() -> None:
     block_table = torch.empty(3, 1, dtype=torch.int32, device="meta")
     xpu.paged_attention(q, *caches, block_table, starts, lens, 0.1, torch.empty_like(q), 0, None, *host)
     case = make_case((1, 2, 4, 4, 4), torch.bfloat16, [3, 1, 0], [2, 1, 0], num_pads=1)
-    assert xpu.gated_delta_net(*case.fresh("meta"), case.query_start_loc).shape == (5, 8)
+    x, of, conv_state, state, *tables = case.fresh("meta")
+    own = state.transpose(2, 3).contiguous().transpose(2, 3)
+    assert xpu.gated_delta_net(x, of, conv_state, own, *tables, case.query_start_loc).shape == (5, 8)
+    with pytest.raises(NotImplementedError, match="zeroed_state"):
+        xpu.gated_delta_net(x, of, conv_state, state, *tables, case.query_start_loc)
 
 
 # --- the released wheel -----------------------------------------------------------------------------------------------

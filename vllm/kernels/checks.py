@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vllm.kernels import reference, weights
 from vllm.kernels.padding import NULL_BLOCK, PAD_EXPERT, PAD_SLOT, PAD_STATE_SLOT
-from vllm.kernels.weights import GDNWeights
+from vllm.kernels.weights import GDNWeights, PackedExperts
 
 NAN = float("nan")
 DTYPE = torch.bfloat16
@@ -23,10 +23,10 @@ TOLERANCE = 3e-2  # a few roundings of bfloat16 at magnitudes about 1
 ROWS, REAL = 9, 7
 
 
-def failure(operator: str, function: Callable[..., Any], device_type: str) -> str | None:
-    """What ``function`` does wrong as ``operator`` on a device of this type, None where it does nothing wrong."""
-    case = _CASES[operator]
-    given, right = case(device_type), case(device_type)
+def failure(operator: str, function: Callable[..., Any], device_type: str, module: Any = None) -> str | None:
+    """What ``function`` of ``module`` does wrong as ``operator`` on a device of this type, None where nothing is."""
+    with torch.device(device_type):
+        given, right = (_in_order_of(module, _CASES[operator](device_type)) for _ in range(2))
     expected = _results(getattr(reference, operator)(*right), right)
     try:
         got = _results(function(*given), given)
@@ -37,6 +37,20 @@ def failure(operator: str, function: Callable[..., Any], device_type: str) -> st
         if off.any():
             return f"tensor {number} of its result is wrong in {int(off.sum())} of {off.numel()} elements"
     return None
+
+
+def _in_order_of(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``args``, those with an order of memory that an implementation may choose in that of ``module``."""
+
+    def ordered(x: Any) -> Any:
+        if isinstance(x, PackedExperts) and hasattr(module, "pack_expert_weights") and x.kind == "plain":
+            return module.pack_expert_weights(x.data, x.gated)
+        if isinstance(x, Tensor) and x.dim() == 4:
+            make = getattr(module, "zeroed_state" if x.dtype is torch.float32 else "zeroed_cache", None)
+            return x if make is None else make(tuple(x.shape), x.dtype).copy_(x)
+        return x
+
+    return tuple(ordered(x) for x in args)
 
 
 def _results(out: Any, args: tuple[Any, ...]) -> list[Tensor]:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm.kernels.packages import kernel_package
+from vllm.kernels.padding import with_rows
 from vllm.kernels.reference_gdn import rms_norm_gated_ref
 from vllm.kernels.weights import GDNWeights
 
@@ -75,9 +76,9 @@ def gated_delta_net(
         return gdn.gated_delta_net(
             x_TN, weights, conv_state, recurrent_state, query_start_loc, state_indices, query_start_loc_cpu
         )
-    R, real = int(torch.count_nonzero(lengths)), int(lengths.sum())
-    assert bool((lengths[:R] > 0).all()), f"a request without rows stands before others: {lengths.tolist()}"
-    starts, slots = query_start_loc[: R + 1], state_indices[:R]
+    assert query_start_loc_cpu is not None
+    real = int(query_start_loc_cpu[-1])
+    starts, slots = with_rows(query_start_loc_cpu, query_start_loc, state_indices)
     G, D, H = weights.num_k_heads, weights.head_k_dim, weights.num_v_heads
     mixed, z, b, a = weights.split(x_TN[:real])
     y = gdn.causal_conv1d(mixed, weights.conv_weight_KC, conv_state, starts, slots, x_TN.dtype)

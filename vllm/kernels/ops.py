@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm.kernels import weights
+from vllm.kernels import memory, weights
 from vllm.kernels.table import choose, reference_for
 from vllm.kernels.weights import GDNWeights, PackedExperts, PackedWeight
 
@@ -42,9 +42,9 @@ def _run_packed(operator: str, packed: PackedWeight | PackedExperts, x: Tensor, 
     return _run(operator, x, *args)
 
 
-def _packer(weight: Tensor, operator: str) -> Any:
-    module = choose(weight.device.type)[operator].module
-    return module if hasattr(module, "pack_linear_weight") else weights
+def _own(name: str, operator: str, device_type: str, plain: Any) -> Any:
+    """What the implementation of ``operator`` has under ``name``, else what ``plain`` has."""
+    return getattr(choose(device_type)[operator].module, name, None) or getattr(plain, name)
 
 
 def _reader(packed: PackedWeight | PackedExperts) -> Any:
@@ -178,7 +178,7 @@ def pack_linear_weight(weight_NK: Tensor, into: PackedWeight | None = None) -> P
 
     ``into``: a packed weight of the same shape and dtype whose memory the new one takes.
     """
-    return _packer(weight_NK, "linear").pack_linear_weight(weight_NK, into)
+    return _own("pack_linear_weight", "linear", weight_NK.device.type, weights)(weight_NK, into)
 
 
 def unpack_linear_weight(packed: PackedWeight) -> Tensor:
@@ -189,9 +189,9 @@ def unpack_linear_weight(packed: PackedWeight) -> Tensor:
 def pack_expert_weights(weight_ENK: Tensor, gated: bool = False) -> PackedExperts:
     """Packs the experts' weights [E, N, K]; ``gated=True`` for w13, whose N = 2 * I is [gate; up].
 
-    "plain", and not copied, for a weight on another device or where there are no kernels.
+    "plain", and not copied, where the chosen implementation wants no order of its own in memory.
     """
-    return _packer(weight_ENK, "fused_experts").pack_expert_weights(weight_ENK, gated)
+    return _own("pack_expert_weights", "fused_experts", weight_ENK.device.type, weights)(weight_ENK, gated)
 
 
 def repack_expert_weight(packed: PackedExperts, expert: int, weight_NK: Tensor, part: int = 0) -> None:
@@ -208,6 +208,18 @@ def topk_softmax(
     padding: id -1 and weight 0, whatever their logits hold. A NaN there would make top-k return one expert many times.
     """
     return _run("topk_softmax", router_logits_TE, top_k, renormalize, num_tokens_unpadded)
+
+
+def zeroed_cache(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A zeroed key or value cache [num_blocks, J, block_size, D] on the default device, in whatever order of memory the
+    implementation of ``paged_attention`` reads."""
+    return _own("zeroed_cache", "paged_attention", torch.get_default_device().type, memory)(shape, dtype)
+
+
+def zeroed_state(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A zeroed pool of recurrent states [S, H, D, E] on the default device, in whatever order of memory the
+    implementation of ``gated_delta_net`` keeps."""
+    return _own("zeroed_state", "gated_delta_net", torch.get_default_device().type, memory)(shape, dtype)
 
 
 def paged_attention_workspace(

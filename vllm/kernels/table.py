@@ -170,7 +170,7 @@ def _obstacle(implementation: str, operator: str, device_type: str) -> str | Non
         return missing
     if implementation in ("cpu", "reference") or device_type == "cpu":
         return None  # the law itself, and what the test suite runs on this very processor
-    wrong = checks.failure(operator, getattr(module, operator), device_type)
+    wrong = checks.failure(operator, getattr(module, operator), device_type, module)
     if wrong is not None:
         logger.warning("%s by %s fails its check on %s: %s", operator, implementation, device_type, wrong)
     return None if wrong is None else f"{implementation} fails its check: {wrong}"

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from vllm.kernels import memory
 from vllm.kernels.packages import kernel_package
-from vllm.kernels.padding import PAD_EXPERT, PAD_STATE_SLOT
+from vllm.kernels.padding import PAD_EXPERT, PAD_STATE_SLOT, with_rows
 from vllm.kernels.reference_gdn import rms_norm_gated_ref
 from vllm.kernels.weights import GDNWeights, PackedExperts
 
@@ -195,12 +195,12 @@ def paged_attention(
     R = query_start_loc.shape[0] - 1 if num_reqs is None else num_reqs
     starts = (query_start_loc.cpu() if query_start_loc_cpu is None else query_start_loc_cpu)[: R + 1]
     lengths = starts.diff()
-    n, real = int(torch.count_nonzero(lengths)), int(starts[-1])
-    assert bool((lengths[:n] > 0).all()), f"a request without rows stands before others: {lengths.tolist()}"
-    if n:
-        contexts = (seq_lens.cpu() if seq_lens_cpu is None else seq_lens_cpu)[:n]
-        if bool((contexts < lengths[:n]).any()):
-            raise NotImplementedError(f"requests of {lengths[:n].tolist()} rows and {contexts.tolist()} tokens in all")
+    real = int(starts[-1])
+    if real:
+        contexts = (seq_lens.cpu() if seq_lens_cpu is None else seq_lens_cpu)[:R]
+        if bool((contexts < lengths).any()):
+            raise NotImplementedError(f"requests of {lengths.tolist()} rows and {contexts.tolist()} tokens in all")
+        cu_seqlens, used, blocks = with_rows(starts, query_start_loc, seq_lens, block_table)
         out = out_THD[:real] if out_THD.is_contiguous() else torch.empty_like(out_THD[:real])
         window = (sliding_window - 1, 0) if sliding_window else (-1, -1)
         try:
@@ -209,11 +209,11 @@ def paged_attention(
                 keys,
                 values,
                 out,
-                cu_seqlens_q=query_start_loc[: n + 1],
-                cu_seqlens_k=torch.zeros_like(query_start_loc[: n + 1]),
-                seqused_k=seq_lens[:n],
+                cu_seqlens_q=cu_seqlens,
+                cu_seqlens_k=torch.zeros_like(cu_seqlens),
+                seqused_k=used,
                 leftpad_k=None,
-                block_table=block_table[:n],
+                block_table=blocks,
                 alibi_slopes=None,
                 max_seqlen_q=int(lengths.max()),
                 max_seqlen_k=int(contexts.max()),
@@ -319,6 +319,12 @@ def fused_experts(
 # Gated delta net
 
 
+def zeroed_state(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """[S, H, D, E] over memory in the kernel's order [S, H, E, D]."""
+    S, H, D, E = shape
+    return torch.zeros(S, H, E, D, dtype=dtype).transpose(2, 3)
+
+
 def gdn_attention(
     x_TN: Tensor,
     weights: GDNWeights,
@@ -335,19 +341,21 @@ def gdn_attention(
     So it is given views that end with the last real row and the last request that has rows. Up to version 0.1.8 it
     asserts ``core.size(0) == num_actual_tokens``, which holds for these views. Its pad slot is -1.
 
-    It keeps a head's state as [E, D] where the twin has [D, E]: the pool's memory is its own, no other implementation
-    may go on with it. States were cleared when their requests began, so every request continues one
-    (``has_initial_state`` all True).
+    States were cleared when their requests began, so every request continues one (``has_initial_state`` all True).
     """
-    lengths = query_start_loc_cpu.diff()
-    num_reqs, real = int(torch.count_nonzero(lengths)), int(query_start_loc_cpu[-1])
-    assert bool((lengths[:num_reqs] > 0).all()), f"a request without rows stands before others: {lengths.tolist()}"
-    S, H, D, E = recurrent_state.shape
+    starts, slots = with_rows(query_start_loc_cpu, query_start_loc, state_indices)
+    num_reqs, real = slots.shape[0], int(query_start_loc_cpu[-1])
+    _, H, D, E = recurrent_state.shape
+    own_state = recurrent_state.transpose(2, 3)
+    if not own_state.is_contiguous():
+        raise NotImplementedError(
+            f"recurrent states of shape {tuple(recurrent_state.shape)} with strides {recurrent_state.stride()}: the "
+            "kernel keeps a head's state as [value size, key size], as kernels.xpu.zeroed_state makes the pool"
+        )
     core, z = (torch.empty(x_TN.shape[0], H, E, dtype=x_TN.dtype, device=x_TN.device) for _ in range(2))
     if num_reqs:
         only_decodes = real == num_reqs
         qkvz, ba = x_TN[:real].split([x_TN.shape[1] - 2 * H, 2 * H], dim=-1)
-        slots = state_indices[:num_reqs]
         torch.ops._xpu_C.gdn_attention(
             core[:real],
             z[:real],
@@ -358,7 +366,7 @@ def gdn_attention(
             D,
             E,
             conv_state=conv_state,
-            ssm_state=recurrent_state.view(S, H, E, D),
+            ssm_state=own_state,
             conv_weights=weights.conv_weight_CK.to(x_TN.dtype),
             conv_bias=None,
             activation="silu",
@@ -368,7 +376,7 @@ def gdn_attention(
             num_decodes=num_reqs if only_decodes else 0,
             num_spec_decodes=0,
             has_initial_state=torch.ones(num_reqs, dtype=torch.bool, device=x_TN.device),
-            non_spec_query_start_loc=query_start_loc[: num_reqs + 1],
+            non_spec_query_start_loc=starts,
             non_spec_token_indx=None,
             non_spec_state_indices_tensor=slots.masked_fill(slots == PAD_STATE_SLOT, -1),
             spec_query_start_loc=None,
@@ -379,7 +387,7 @@ def gdn_attention(
             tp_size=1,
             reorder_input=True,
         )
-        pad = (slots == PAD_STATE_SLOT).repeat_interleave(query_start_loc[: num_reqs + 1].diff(), output_size=real)
+        pad = (slots == PAD_STATE_SLOT).repeat_interleave(starts.diff(), output_size=real)
         for rows in (core[:real], z[:real]):
             rows.masked_fill_(pad[:, None, None], 0)
     core[real:] = 0

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from vllm.forward_context import get_forward_context, set_current_layer
-from vllm.kernels.memory import zeroed_cache
+from vllm.kernels import ops
 from vllm.model_executor.layers.step_buffers import buffer_key, step_buffer
 from vllm.v1.attention.backends.paged import PagedAttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
@@ -51,7 +51,7 @@ class Attention(nn.Module):
     def bind_kv_cache(self, config: KVCacheConfig) -> None:
         """Allocate this layer's cache. Blocks are zeroed so that no kernel that reads a whole block meets NaN."""
         shape = self.backend.get_kv_cache_shape(config.num_blocks, config.block_size, self.num_kv_heads, self.head_size)
-        self.kv_cache = (zeroed_cache(shape, self.dtype), zeroed_cache(shape, self.dtype))
+        self.kv_cache = (ops.zeroed_cache(shape, self.dtype), ops.zeroed_cache(shape, self.dtype))
 
     def unbind_kv_cache(self) -> None:
         self.kv_cache = None

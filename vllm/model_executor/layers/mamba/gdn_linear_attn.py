@@ -161,10 +161,9 @@ class GatedDeltaNet(nn.Module):
     def bind_kv_cache(self, config: KVCacheConfig) -> None:
         """Allocate the pools, one slot for each request that may run and the pad slot."""
         spec = self.get_kv_cache_spec()
-        self.conv_state, self.recurrent_state = (
-            torch.zeros(config.num_state_slots, *shape, dtype=dtype)
-            for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
-        )
+        conv, recurrent = ((config.num_state_slots, *shape) for shape in spec.shapes)
+        self.conv_state = torch.zeros(conv, dtype=spec.dtypes[0])
+        self.recurrent_state = ops.zeroed_state(recurrent, spec.dtypes[1])
 
     def unbind_kv_cache(self) -> None:
         self.conv_state = self.recurrent_state = None
