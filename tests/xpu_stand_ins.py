@@ -160,14 +160,16 @@ def gdn_attention(*args: Any) -> None:
     starts[-1] = rows
     w = GDNWeights(taps.T.float().contiguous(), A_log.exp(), dt_bias, torch.ones(E), 1e-6, G, D)
     mixed, gate, b, a = w.split(torch.cat([qkvz, ba], dim=1)[:rows])
-    slots = slots.masked_fill(slots == -1, reference_gdn.PAD_STATE_SLOT)  # what the twin skips
-    y = reference_gdn.causal_conv1d_ref(mixed, w.conv_weight_KC, conv_state, starts, slots)
+    # The twin skips slot 0, the kernel -1: by one more slot in front, its 0 is as good as any.
+    slots, (conv, own) = slots + 1, (torch.cat([pool[:1], pool]) for pool in (conv_state, state.transpose(2, 3)))
+    y = reference_gdn.causal_conv1d_ref(mixed, w.conv_weight_KC, conv, starts, slots)
     q, k, v = y.split([G * D, G * D, w.value_dim], dim=-1)
     g = -w.decay_rate_H * F.softplus(a.float() + w.dt_bias_H)
     heads = (q.unflatten(-1, (G, D)), k.unflatten(-1, (G, D)), v.unflatten(-1, (H, -1)))
-    own = state.transpose(2, 3)
     out = reference_gdn.gated_delta_rule_ref(*heads, g, b.float().sigmoid(), own, starts, slots)
-    written = torch.repeat_interleave(slots != reference_gdn.PAD_STATE_SLOT, starts.diff())
+    conv_state.copy_(conv[1:])
+    state.transpose(2, 3).copy_(own[1:])
+    written = torch.repeat_interleave(slots != 0, starts.diff())
     written[covered:] = False
     core[written] = out[written].to(core.dtype)
     z[:] = float("nan")

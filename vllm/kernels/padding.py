@@ -13,8 +13,8 @@ PAD_EXPERT = -1
 
 
 def with_rows(query_start_loc_cpu: Tensor, query_start_loc: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
-    """query_start_loc and ``tables`` [R, …] of the requests that have rows in this step, by the host's copy; for kernels
-    that take one without for a decode. Views, but where a request without rows stands before others."""
+    """query_start_loc and ``tables`` [R, …] of the requests that have rows in this step, by the host's copy; a kernel
+    may take one without for a decode. Views, but where a request without rows stands before others."""
     kept = query_start_loc_cpu.diff().nonzero()[:, 0]
     n, R = len(kept), len(query_start_loc_cpu) - 1
     if n == 0 or int(kept[-1]) == n - 1:

@@ -272,9 +272,9 @@ def pack_expert_weights(weight_ENK: Tensor, gated: bool = False) -> PackedExpert
 @functools.cache
 def _expert_map(E: int, device: torch.device) -> Tensor:
     """Each expert's own number, and -1 for one more, which skipped slots are sent to."""
-    return torch.arange(E + 1, dtype=torch.int32, device=device).masked_fill_(
-        torch.arange(E + 1, device=device) == E, -1
-    )
+    table = torch.arange(E + 1, dtype=torch.int32, device=device)
+    table[E] = -1
+    return table
 
 
 def fused_experts(

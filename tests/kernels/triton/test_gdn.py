@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
+from vllm.kernels import checks
 from vllm.kernels.triton import gdn
 
 ACCELERATOR = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -109,6 +110,10 @@ def test_the_host_never_asks_for_values(monkeypatch: pytest.MonkeyPatch) -> None
     case = make_case((1, 2, 4, 4, 4), torch.bfloat16, [3, 1], [2, 1], num_pads=1)
     assert gdn.gated_delta_net(*case.fresh("meta")).shape == (5, 8)
     assert Kernel.launches == 2
+
+
+def test_the_tables_check_passes() -> None:
+    assert checks.failure("gated_delta_net", gdn.gated_delta_net, "cpu") is None
 
 
 COMPILE = """
