@@ -33,7 +33,9 @@ def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["llama-rope", "qwen3-window", "mixtral", "qwen3-moe", "qwen3-next", "qwen3.5-moe"])
 def test_tokens(name: str, nan_poison: None) -> None:
     models = models_of(name)
-    llm = models.make_llm(name, max_num_batched_tokens=8, max_num_seqs=4, compilation_config={"cudagraph_capture_sizes": [4, 8]})
+    llm = models.make_llm(
+        name, max_num_batched_tokens=8, max_num_seqs=4, compilation_config={"cudagraph_capture_sizes": [4, 8]}
+    )
     used = {choice.operator: choice.implementation for choice in table.choose("cpu").values()}
     assert {operator for operator, by in used.items() if by != "triton"} == {"linear"}
     outputs = tiny.generate(llm, PROMPTS, NUM_TOKENS)
