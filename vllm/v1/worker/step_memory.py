@@ -72,18 +72,19 @@ def _peaks(runner: GPUModelRunner, num_tokens: int, num_logits: int, num_reqs: i
 def _all_options(runner: GPUModelRunner, num_reqs: int) -> SamplingMetadata:
     """Every row sampled under every limit, and penalised for as many tokens as a request can have seen."""
     model, device = runner.vllm_config.model_config, runner.device
-    vocab_size = model.vocab_size
+    vocab_size, real = model.vocab_size, runner.input_batch.sampling.real
     seen = min(model.max_model_len, vocab_size)
     each = torch.ones(num_reqs, device=device)
     entry = torch.ones(num_reqs * seen, device=device)
     at = torch.arange(num_reqs * seen, device=device)
     return SamplingMetadata(
-        noise=each.double() / 2,
+        noise=each.to(real) / 2,
         temperature=each,
         greedy=each == 0,
         top_k=torch.full_like(each, max(vocab_size - 1, 1), dtype=torch.int64),
         max_top_k=max(vocab_size - 1, 1),
-        top_p=each.double() / 2,
+        top_p=each.to(real) / 2,
+        top_p_alone=True,
         min_p=each / vocab_size,
         penalties=Penalties(TokenEntries(at // seen, at % seen), entry, entry.clone(), entry.clone(), entry.clone()),
     )
