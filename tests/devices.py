@@ -14,6 +14,8 @@ written before shows in the result. What makes the host wait is counted, with th
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -28,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 import vllm
+from vllm.kernels import reference, table
 from vllm.platforms import XpuPlatform
 from vllm.platforms.interface import PeakMemory
 from vllm.v1.worker import gpu_worker, settings
@@ -50,6 +53,15 @@ _SIZED_BY_VALUES = {
 _INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._unsafe_index}
 # Composite operators that a device runs as one.
 _WHOLE = {aten.linear, aten.matmul, aten.scaled_dot_product_attention}
+
+
+# Operators that a device has kernels for. Their twins, which read values on the host as they please, stand for them.
+KERNELS: dict[str, Callable[..., Any]] = {
+    "reshape_and_cache": lambda *_: None,
+    "paged_attention": lambda *_: None,
+    "fused_experts": lambda x, *_: x.shape,
+    "gated_delta_net": lambda x, weights, conv, state, *_: (x.shape[0], state.shape[1] * state.shape[3]),
+}
 
 
 class DeviceTensor(torch.Tensor):
@@ -85,6 +97,16 @@ def _memory(values: Any) -> Any:
     """``values`` with tensors of the device as the memory behind them, and the host for the device."""
     values = tree_map_only(DeviceTensor, lambda x: x.memory, values)
     return tree_map_only(torch.device, lambda device: HOST if _is_ours(device) else device, values)
+
+
+def _copy(value: Any) -> Any:
+    """Of host tensors, and of records with those of the device as ``_memory`` has them."""
+    if dataclasses.is_dataclass(value):
+        made = copy.copy(value)
+        for name, held in vars(value).items():
+            object.__setattr__(made, name, _memory(held))
+        return made
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _on_meta(values: Any) -> Any:
@@ -223,6 +245,27 @@ class Device(TorchDispatchMode):
         self._launch(work)
         return made
 
+    def kernel(self, function: Callable[..., Any], shape_of: Callable[..., Any]) -> Callable[..., Any]:
+        """``function`` as one operator of the device. ``shape_of`` its arguments: that of what it returns, if anything.
+
+        What it reads of the host, it reads when it is launched.
+        """
+
+        def call(*args: Any) -> DeviceTensor | None:
+            if not isinstance(args[0], DeviceTensor):
+                return function(*args)
+            then = [_memory(x if isinstance(x, DeviceTensor) else _copy(x)) for x in args]
+            shape = shape_of(*args)
+            if shape is None:
+                self._launch(lambda: function(*then))
+                return None
+            with _disable_current_modes():
+                made = DeviceTensor(torch.empty(shape, dtype=args[0].dtype))
+            self._launch(lambda: made.memory.copy_(function(*then)))
+            return made
+
+        return call
+
     def _copied(self, func: Any, x: torch.Tensor, non_blocking: bool = False, **kwargs: Any) -> torch.Tensor:
         device = kwargs.get("device")
         to_us = isinstance(x, DeviceTensor) if device is None else _is_ours(device)
@@ -307,7 +350,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, late: bool = True) -> Iterator[Dev
     """Inside, engines run on the stand-in device; with ``late`` its work is done when the host waits and not before."""
     device, platform = Device(late), StandInPlatform()
     with monkeypatch.context() as patch:
-        patch.setenv("VLLM_ATTENTION_BACKEND", "TORCH_PAGED")
+        patch.setenv("VLLM_KERNELS", "reference")
+        for operator, shape_of in KERNELS.items():
+            patch.setattr(reference, operator, device.kernel(getattr(reference, operator), shape_of))
         patch.setattr("vllm.platforms.get_platform", lambda name: platform)
         for module in (gpu_worker, settings):
             patch.setattr(module, "current_platform", platform)
@@ -323,3 +368,4 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, late: bool = True) -> Iterator[Dev
                 yield device
         finally:
             torch._C._set_only_lift_cpu_tensors(only_lift)
+            table.choose.cache_clear()

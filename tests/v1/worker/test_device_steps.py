@@ -10,11 +10,14 @@ from typing import Any
 
 import devices
 import pytest
+import tiny_hybrids as hybrids
 import tiny_models as tiny
 import torch
 
 from vllm import SamplingParams
+from vllm.kernels import reference
 from vllm.v1 import transfers
+from vllm.v1.sample.sampler import Sampler
 
 ENDS_A_STEP = "event in v1/transfers.py:wait"
 BEFORE_A_FILL = "event in v1/transfers.py:filling"
@@ -120,14 +123,76 @@ def test_one_wait_a_step_whatever_is_sampled(monkeypatch: pytest.MonkeyPatch) ->
     assert waits == [{ENDS_A_STEP: 1}] * (NUM_TOKENS * len(KINDS))
 
 
-def test_expert_layers_wait_in_their_operators_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["mixtral", "qwen3.5-moe"])
+def test_one_wait_a_step_with_experts_and_states(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = tiny if name in tiny.CHECKPOINTS else hybrids
     with devices.stand_in(monkeypatch) as device:
-        llm = tiny.make_llm("mixtral")
+        llm = models.make_llm(name)
         device.waits.clear()
-        assert tiny.tokens(tiny.generate(llm, [tiny.prompt(9)], 5)) == [tiny.greedy("mixtral", tiny.prompt(9), 5)]
+        tokens = tiny.tokens(tiny.generate(llm, [tiny.prompt(9)], 5))
         llm.shutdown()
-    elsewhere = {place: n for place, n in device.waits.items() if "_ops.py" not in place and "kernels/" not in place}
-    assert elsewhere == {ENDS_A_STEP: 5}
+    assert tokens == [models.greedy(name, tiny.prompt(9), 5)]
+    assert device.waits == {ENDS_A_STEP: 5}
+
+
+# --- profiling --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
+    """What attention and states were given: tokens of each request, and lengths where the operator has them."""
+    seen: dict[str, list[Any]] = {"paged_attention": [], "gated_delta_net": []}
+
+    def note(operator: str, starts: torch.Tensor, lengths: torch.Tensor) -> None:
+        form = (starts.diff().tolist(), lengths.tolist())
+        if form not in seen[operator]:
+            seen[operator].append(form)
+
+    attention, states = reference.paged_attention, reference.gated_delta_net
+
+    def paged_attention(*args: Any) -> None:
+        note("paged_attention", args[4], args[5])
+        attention(*args)
+
+    def gated_delta_net(*args: Any) -> torch.Tensor:
+        note("gated_delta_net", args[4], args[5])
+        return states(*args)
+
+    monkeypatch.setattr(reference, "paged_attention", paged_attention)
+    monkeypatch.setattr(reference, "gated_delta_net", gated_delta_net)
+    return seen
+
+
+SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "max_model_len": 128}
+
+
+def test_profiling_runs_attention_states_and_sampler_at_their_largest(
+    ran: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampled = []
+    call = Sampler.__call__
+    monkeypatch.setattr(Sampler, "__call__", lambda *args: sampled.append(args[1].shape) or call(*args))
+    with devices.stand_in(monkeypatch):
+        llm = hybrids.make_llm("qwen3.5-moe", **SIZES)
+        forms = {operator: list(seen) for operator, seen in ran.items()}
+        largest, tokens = list(sampled), tiny.tokens(tiny.generate(llm, [tiny.prompt(9)], 4))
+        blocks = {
+            len(x.kv_cache[0]) for x in llm.llm_engine.worker.runner.cached_layers.values() if hasattr(x, "kv_cache")
+        }
+        planned = llm.llm_engine.worker.runner.kv_cache_config.num_blocks
+        llm.shutdown()
+    assert forms["paged_attention"] == [([1], [128]), ([1] * 4, [128] * 4), ([48], [128])]
+    assert forms["gated_delta_net"] == [([1], [1]), ([1] * 4, [1] * 4), ([48], [1])]
+    assert [rows for rows, _ in largest] == [4]
+    assert tokens == [hybrids.greedy("qwen3.5-moe", tiny.prompt(9), 4)], "a state of profiling was left"
+    assert blocks == {planned}
+
+
+def test_profiling_on_cpu_runs_a_small_step(ran: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_KERNELS", "reference")
+    hybrids.make_llm("qwen3.5-moe", **SIZES).shutdown()
+    assert ran["paged_attention"] == [([1], [1]), ([32], [32])]
+    assert ran["gated_delta_net"] == [([1], [1]), ([32], [1])]
 
 
 # --- the stand-in itself ----------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -117,15 +118,7 @@ class GPUModelRunner:
         with self.buffers.filling():
             inputs = self._prepare_inputs(scheduler_output, plan)
         copies = HostCopies(self.device)
-        with set_forward_context(
-            self._build_attention_metadata(inputs.common),
-            self.cached_layers,
-            dp_metadata=self._dp_metadata(plan),
-            batch_plan=plan,
-            is_dummy=plan.is_dummy,
-            step_buffers=self.step_buffers,
-            step=plan.step,
-        ):
+        with self.forward_context(plan, inputs.common):
             hidden_states = self.model(inputs.input_ids, inputs.positions)
             if plan.is_dummy:
                 return ModelRunnerOutput()
@@ -197,25 +190,14 @@ class GPUModelRunner:
         positions = np.arange(plan.num_tokens_unpadded) + (computed - starts)[request_of_token]
         rows_of_tokens = rows[request_of_token]
         seq_lens = computed + scheduled
-        max_seq_len = int(seq_lens.max(initial=0))
-        num_columns = max(-(-max_seq_len // batch.block_table.block_size), 1)
-        common = CommonAttentionMetadata(
-            query_start_loc=buffers.fill_query_start_loc(scheduled, plan.num_reqs_padded),
-            query_start_loc_cpu=buffers.query_start_loc.host[: plan.num_reqs_padded + 1],
-            seq_lens=buffers.seq_lens.fill(seq_lens, plan.num_reqs_padded),
-            seq_lens_cpu=buffers.seq_lens.host[: plan.num_reqs_padded],
-            block_table=buffers.block_table.fill_columns(
-                batch.block_table.table, rows, num_columns, plan.num_reqs_padded
-            ),
-            slot_mapping=buffers.slot_mapping.fill(
-                batch.block_table.slots(rows_of_tokens, positions), plan.num_tokens_padded
-            ),
-            state_indices=buffers.state_indices.fill(batch.state_slots[rows], plan.num_reqs_padded),
-            num_reqs=plan.num_reqs_padded,
-            num_actual_tokens=plan.num_tokens_unpadded,
-            num_padded_tokens=plan.num_tokens_padded,
-            max_query_len=int(scheduled.max(initial=0)),
-            max_seq_len=max_seq_len,
+        common = self.fill_metadata(
+            plan,
+            scheduled,
+            seq_lens,
+            rows,
+            batch.block_table.table,
+            batch.block_table.slots(rows_of_tokens, positions),
+            batch.state_slots[rows],
         )
         sampling = np.nonzero(seq_lens == known)[0]
         return StepInputs(
@@ -229,13 +211,47 @@ class GPUModelRunner:
             logits_rows=buffers.logits_rows.fill((starts + scheduled - 1)[sampling], len(sampling)),
         )
 
-    def _build_attention_metadata(self, common: CommonAttentionMetadata) -> dict[str, object]:
-        built = {backend: builder.build(common) for backend, builder in self.builders.items()}
-        return {name: built[layer.backend] for name, layer in self.cached_layers.items()}
+    def fill_metadata(
+        self,
+        plan: BatchPlan,
+        scheduled: np.ndarray,
+        seq_lens: np.ndarray,
+        rows: np.ndarray,
+        block_table: np.ndarray,
+        slots: np.ndarray,
+        state_slots: np.ndarray,
+    ) -> CommonAttentionMetadata:
+        """Of requests that run ``scheduled`` [R] tokens each, the last of ``seq_lens`` [R]: their ``rows`` [R] of
+        ``block_table``, their tokens' cache ``slots`` and their own ``state_slots`` [R]; padded as the plan says."""
+        buffers, max_seq_len = self.buffers, int(seq_lens.max(initial=0))
+        num_columns = max(-(-max_seq_len // self.input_batch.block_table.block_size), 1)
+        return CommonAttentionMetadata(
+            query_start_loc=buffers.fill_query_start_loc(scheduled, plan.num_reqs_padded),
+            query_start_loc_cpu=buffers.query_start_loc.host[: plan.num_reqs_padded + 1],
+            seq_lens=buffers.seq_lens.fill(seq_lens, plan.num_reqs_padded),
+            seq_lens_cpu=buffers.seq_lens.host[: plan.num_reqs_padded],
+            block_table=buffers.block_table.fill_columns(block_table, rows, num_columns, plan.num_reqs_padded),
+            slot_mapping=buffers.slot_mapping.fill(slots, plan.num_tokens_padded),
+            state_indices=buffers.state_indices.fill(state_slots, plan.num_reqs_padded),
+            num_reqs=plan.num_reqs_padded,
+            num_actual_tokens=plan.num_tokens_unpadded,
+            num_padded_tokens=plan.num_tokens_padded,
+            max_query_len=int(scheduled.max(initial=0)),
+            max_seq_len=max_seq_len,
+        )
 
-    @staticmethod
-    def _dp_metadata(plan: BatchPlan) -> DPMetadata:
-        return DPMetadata.make(plan.num_tokens_padded_across_dp, plan.dp_rank, plan.num_tokens_padded)
+    def forward_context(self, plan: BatchPlan, common: CommonAttentionMetadata) -> AbstractContextManager[Any]:
+        """Around the step's forward pass."""
+        built = {backend: builder.build(common) for backend, builder in self.builders.items()}
+        return set_forward_context(
+            {name: built[layer.backend] for name, layer in self.cached_layers.items()},
+            self.cached_layers,
+            dp_metadata=DPMetadata.make(plan.num_tokens_padded_across_dp, plan.dp_rank, plan.num_tokens_padded),
+            batch_plan=plan,
+            is_dummy=plan.is_dummy,
+            step_buffers=self.step_buffers,
+            step=plan.step,
+        )
 
     def _sample(self, inputs: StepInputs, hidden_states: torch.Tensor, copies: HostCopies) -> SamplerOutput | None:
         """One token for each request whose last known token ran in this step, on its way to the host; the same on every
