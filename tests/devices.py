@@ -30,6 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 import vllm
+from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+from vllm.distributed.observer import mark_queued
 from vllm.kernels import reference, table
 from vllm.platforms import XpuPlatform
 from vllm.platforms.interface import PeakMemory
@@ -80,6 +82,9 @@ class DeviceTensor(torch.Tensor):
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
+
+    def data_ptr(self) -> int:
+        return self.memory.data_ptr()
 
     def numpy(self, *, force: bool = False) -> Any:
         raise TypeError("can't convert xpu:0 device type tensor to numpy")
@@ -266,6 +271,17 @@ class Device(TorchDispatchMode):
 
         return call
 
+    def collectives(self) -> Callable[..., None]:
+        """In the place of ``DeviceCommunicatorBase._run``, over Gloo."""
+
+        def run(group: DeviceCommunicatorBase, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+            kwargs.pop("device_ids", None)
+            then = _memory(args)
+            self._launch(lambda: collective(*then, **kwargs, group=group.device_group))
+            mark_queued(HERE)
+
+        return run
+
     def _copied(self, func: Any, x: torch.Tensor, non_blocking: bool = False, **kwargs: Any) -> torch.Tensor:
         device = kwargs.get("device")
         to_us = isinstance(x, DeviceTensor) if device is None else _is_ours(device)
@@ -314,11 +330,21 @@ def event_of(device: Device) -> type:
 
 
 class StandInPlatform(XpuPlatform):
+    @property
+    def dist_backend(self) -> str:
+        return "gloo"
+
+    def import_dist_backend(self) -> None:
+        pass
+
     def is_available(self) -> bool:
         return True
 
     def device_count(self) -> int | None:
-        return 1
+        return None
+
+    def get_device(self, local_rank: int) -> torch.device:
+        return HERE
 
     def device_name(self, device: torch.device) -> str:
         return "stand-in"
@@ -347,7 +373,10 @@ class StandInPlatform(XpuPlatform):
 
 @contextmanager
 def stand_in(monkeypatch: pytest.MonkeyPatch, late: bool = True) -> Iterator[Device]:
-    """Inside, engines run on the stand-in device; with ``late`` its work is done when the host waits and not before."""
+    """Inside, engines run on the stand-in device; with ``late`` its work is done when the host waits and not before.
+
+    Ranks that exchange something take one that is not late: the work of one would wait for the host of another.
+    """
     device, platform = Device(late), StandInPlatform()
     with monkeypatch.context() as patch:
         patch.setenv("VLLM_KERNELS", "reference")
@@ -356,6 +385,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, late: bool = True) -> Iterator[Dev
         patch.setattr("vllm.platforms.get_platform", lambda name: platform)
         for module in (gpu_worker, settings):
             patch.setattr(module, "current_platform", platform)
+        patch.setattr(DeviceCommunicatorBase, "_run", device.collectives())
         patch.setattr(torch.xpu, "_lazy_init", lambda: None)
         patch.setattr(torch.xpu, "Event", event_of(device))
         patch.setattr(torch.xpu, "synchronize", lambda *_: device.run_until(device.launched))

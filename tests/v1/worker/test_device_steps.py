@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import devices
+import launcher
 import pytest
+import rank_checks
 import tiny_hybrids as hybrids
 import tiny_models as tiny
 import torch
@@ -133,6 +135,33 @@ def test_one_wait_a_step_with_experts_and_states(name: str, monkeypatch: pytest.
         llm.shutdown()
     assert tokens == [models.greedy(name, tiny.prompt(9), 5)]
     assert device.waits == {ENDS_A_STEP: 5}
+
+
+def rank_on_device(name: str, tp: int, dp: int) -> tuple[list[tuple[int, ...]], dict[str, int]]:
+    """DP rank 1 idles in the last steps; the policies are those of XPUs, without the barrier, for which hosts wait."""
+    from test_step import make_llm
+
+    models = tiny if name in tiny.CHECKPOINTS else hybrids
+    with devices.stand_in(pytest.MonkeyPatch(), late=False) as device:
+        llm = make_llm(models.checkpoint(name), tp, dp)
+        device.waits.clear()
+        rank = rank_checks.own_rank() // tp
+        tokens = tiny.tokens(tiny.generate(llm, [tiny.prompt(9 + rank)], 6 - 2 * rank))
+        waits = dict(device.waits)
+        llm.shutdown()
+    return tokens, waits
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("name", "tp", "dp"), [("qwen3.5-moe", 1, 2), ("mixtral", 2, 2)])
+def test_ranks_on_devices_wait_for_nothing_but_tokens(name: str, tp: int, dp: int) -> None:
+    """Every device has done its work by the time that its host asks, so any wait is another one."""
+    models = tiny if name in tiny.CHECKPOINTS else hybrids
+    found = launcher.run_ranks(rank_on_device, tp * dp, name, tp, dp, env={"VLLM_MOE_BARRIER": "0"})
+    for rank, (tokens, waits) in enumerate(found):
+        assert waits == {}
+        dp_rank = rank // tp
+        assert tokens == [models.greedy(name, tiny.prompt(9 + dp_rank), 6 - 2 * dp_rank)]
 
 
 # --- profiling --------------------------------------------------------------------------------------------------------
