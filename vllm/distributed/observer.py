@@ -134,8 +134,9 @@ def lost() -> str:
 def mark_queued(device: torch.device) -> None:
     """The collective that is being recorded was queued on ``device``, and the host goes on."""
     if _running is not None:
-        _running.event = torch.get_device_module(device).Event()
-        _running.event.record()
+        event = torch.get_device_module(device).Event()
+        event.record()
+        _running.event = event
 
 
 def wait_for(work: Work, group: ProcessGroup | None) -> None:
@@ -181,6 +182,7 @@ class record_collective:
         sizes: Sequence[int] | None = None,
     ) -> None:
         self._args = (op, group, ranks, rank, tensors, path, sizes)
+        self.event: Any = None
 
     def _record(self) -> CollectiveRecord:
         op, group, ranks, rank, tensors, path, sizes = self._args
@@ -210,7 +212,7 @@ class record_collective:
             where = f"{record.op} #{record.seq} of group {record.group}, step {record.step}"
             raise CollectiveError(f"rank {record.rank}: {where}, does not begin: the run is lost: {_lost}", record)
         if self._watcher is not None:
-            self._token, self.event = self._watcher.before(self._record()), None
+            self._token = self._watcher.before(self._record())
             _running = self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

@@ -35,7 +35,7 @@ def generate(llm: Any, prompts: list[tuple[int, ...]], params: SamplingParams) -
 def long_prompt_in_chunks(monkeypatch: pytest.MonkeyPatch) -> tuple[tuple[int, ...], Counter[str]]:
     """60 tokens in chunks of 16: three steps without a sampled token, in which nothing is waited for."""
     with devices.stand_in(monkeypatch) as device:
-        llm = tiny.make_llm("qwen3", max_num_batched_tokens=16, max_num_seqs=4)
+        llm = tiny.make_llm("qwen3", max_num_batched_tokens=16, max_num_seqs=4, block_size=64)
         device.waits.clear()
         (tokens,) = tiny.tokens(tiny.generate(llm, [tiny.prompt(60)], 8))
         waits = device.waits.copy()

@@ -147,7 +147,7 @@ class Ledger:
     def current(self) -> CollectiveRecord | None:
         """The collective that this rank is in."""
         oldest = self.oldest
-        return oldest and oldest.record
+        return None if oldest is None else oldest.record
 
     def close(self) -> None:
         self.show_life()

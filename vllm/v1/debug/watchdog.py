@@ -156,7 +156,7 @@ class Diagnosis:
     def _place(self) -> dict[str, Any]:
         """What this rank does now, as the others read it."""
         step, oldest = forward_context.current_step, self.ledger.oldest
-        record = oldest and oldest.record
+        record = None if oldest is None else oldest.record
         doing = "is between two steps" if step >= 0 else "is at work outside the steps"
         if oldest is not None:
             doing = f"{'waits' if oldest.queued is None else 'has its device wait'} in {describe(oldest.record)}"

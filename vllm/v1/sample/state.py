@@ -261,21 +261,21 @@ class SamplingState:
     def _penalties(self, penalised: list[tuple[int, _Row, _SeenTokens]]) -> Penalties:
         for _, row, seen in penalised:
             seen.read(row.request.all_token_ids)
-        parts = [seen for _, _, seen in penalised]
-        sizes = [seen.size for seen in parts]
-        entries = np.empty((2, sum(sizes)), dtype=np.int64)
-        np.concatenate([seen.tokens[: seen.size] for seen in parts], out=entries[1])
-        entries[0] = np.repeat([r for r, _, _ in penalised], sizes)
-        values = np.empty((4, sum(sizes)), dtype=np.float32)
-        np.concatenate([seen.counts[: seen.size] for seen in parts], out=values[0])
-        all_params = [row.params for _, row, _ in penalised]
-        values[1:] = np.repeat(
-            [[getattr(p, f"{kind}_penalty") for p in all_params] for kind in ("repetition", "frequency", "presence")],
-            sizes,
-            axis=1,
+        sizes = [seen.size for _, _, seen in penalised]
+
+        def spread(values: list[float]) -> torch.Tensor:
+            return to_device(torch.from_numpy(np.repeat(np.asarray(values, dtype=np.float32), sizes)), self.device)
+
+        rows = torch.from_numpy(np.repeat(np.array([r for r, _, _ in penalised], dtype=np.int64), sizes))
+        tokens = torch.from_numpy(np.concatenate([seen.tokens[: seen.size] for _, _, seen in penalised]))
+        counts = torch.from_numpy(np.concatenate([seen.counts[: seen.size] for _, _, seen in penalised]))
+        return Penalties(
+            TokenEntries(to_device(rows, self.device), to_device(tokens, self.device)),
+            to_device(counts, self.device),
+            repetition=spread([row.params.repetition_penalty for _, row, _ in penalised]),
+            frequency=spread([row.params.frequency_penalty for _, row, _ in penalised]),
+            presence=spread([row.params.presence_penalty for _, row, _ in penalised]),
         )
-        rows, tokens = to_device(torch.from_numpy(entries), self.device)
-        return Penalties(TokenEntries(rows, tokens), *to_device(torch.from_numpy(values), self.device))
 
     def _entries(self, pairs: Iterable[tuple[int, int]]) -> TokenEntries:
         rows, tokens = self._tensor(list(zip(*pairs, strict=True)), torch.int64)
