@@ -46,6 +46,7 @@ def largest_step_bytes(runner: GPUModelRunner) -> int:
         _peaks(runner, 1, 1, 1, 1)
         tokens, rows = min(num_tokens, _SMALL_TOKENS), min(num_tokens, _SMALL_ROWS)
         forward, head, sampler, scoring = _peaks(runner, tokens, rows, rows, rows)
+    runner.step_buffers.renew()
     layers = [layer for layer in runner.model.modules() if isinstance(layer, Attention)]
     attention = max([x.impl.workspace_bytes(num_tokens, context, x.dtype) for x in layers], default=0)
     peak = forward * num_tokens // tokens
