@@ -28,26 +28,31 @@ PATTERNS = (CANONICAL, 0x7FC00001, 0x7F800101, 0xFFFFFFFF, 0x7FFF7FFF)
 
 
 @functools.cache
-def _allocator() -> ctypes.CDLL:
+def library(source: str) -> ctypes.CDLL:
+    """The C++ file of this folder, built against torch once and loaded."""
     from vllm import envs
 
-    source, home = Path(__file__).with_suffix(".cpp"), Path(torch.__file__).parent
-    digest = hashlib.sha256(source.read_bytes() + f"{torch.__version__} {home}".encode()).hexdigest()[:20]
+    path, home = Path(__file__).with_name(source), Path(torch.__file__).parent
+    digest = hashlib.sha256(path.read_bytes() + f"{torch.__version__} {home}".encode()).hexdigest()[:20]
     folder = Path(envs.VLLM_CACHE_ROOT) / "kernels"
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"poison-{digest}.so"
+    target = folder / f"{path.stem}-{digest}.so"
     with open(target.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
             new = target.with_suffix(".new")
             command = [os.environ.get("CXX", "g++"), "-O1", "-std=c++20", "-fPIC", "-shared", "-w", abi]
-            command += [f"-I{home}/include", str(source), "-o", str(new), f"-L{home}/lib", "-lc10"]
+            command += [f"-I{home}/include", str(path), "-o", str(new), f"-L{home}/lib", "-lc10"]
             subprocess.run(command, check=True)
             os.replace(new, target)
-    library = ctypes.CDLL(str(target))
-    library.set_word.argtypes = [ctypes.c_uint32]
-    return library
+    return ctypes.CDLL(str(target))
+
+
+def _allocator() -> ctypes.CDLL:
+    allocator = library("poison.cpp")
+    allocator.set_word.argtypes = [ctypes.c_uint32]
+    return allocator
 
 
 def start(pattern: int) -> None:

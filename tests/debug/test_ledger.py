@@ -116,3 +116,58 @@ def test_largest_line_fits(tmp_path: Path) -> None:
     ledger = Ledger(2, 512, "run", str(tmp_path))
     ledger.end(ledger.begin(record(ranks=ranks, sizes=sizes)), RuntimeError("ü" * 1000))
     assert read(tmp_path)[1]["sizes"] == list(sizes)
+
+
+class Event:
+    """Of a device: it comes, or its query fails, when the test says so."""
+
+    has_come: bool | RuntimeError = False
+
+    def query(self) -> bool:
+        if isinstance(self.has_come, RuntimeError):
+            raise self.has_come
+        return self.has_come
+
+
+def test_a_queued_collective_ends_with_its_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ledger, first, second = Ledger(2, 4, "run", str(tmp_path), prints=True), Event(), Event()
+    ledger.queue(ledger.begin(record()), first)
+    ledger.queue(ledger.begin(record(seq=8)), second)
+    ledger.end(ledger.begin(record(seq=9, op="coordinate_batch_across_dp", group="dp:0")))
+    lines = read(tmp_path)[1:]
+    assert [line["end"] is None for line in lines] == [True, True, False]
+    assert lines[0]["queued"] >= lines[0]["start"]
+    assert "queued" not in lines[2]
+    assert ledger.current == record()
+    assert ledger.tail(3).count("NOT FINISHED") == 2
+    assert ledger.tail(3).count(": queued after ") == 2
+    assert "counter=0" not in capsys.readouterr().out.replace("seq=9 coordinate_batch_across_dp/uniform counter=0", "")
+    second.has_come = True
+    assert not ledger.poll(), "the device works in order"
+    first.has_come = True
+    ledger.begin(record(seq=10))  # asks, too
+    assert [line["end"] is None for line in read(tmp_path)[1:]] == [False, False, False, True]
+    assert ledger.current == record(seq=10)
+    out = capsys.readouterr().out
+    assert out.index("seq=7 all_gatherv/uniform counter=0") < out.index("seq=8 all_gatherv/uniform counter=0")
+    assert out.index("seq=8 all_gatherv/uniform counter=0") < out.index("seq=10 all_gatherv/uniform counter=1")
+
+
+def test_a_device_that_fails_ends_nothing_quietly(tmp_path: Path) -> None:
+    ledger, event = Ledger(2, 4, "run", str(tmp_path)), Event()
+    ledger.queue(ledger.begin(record()), event)
+    event.has_come = RuntimeError("device-side assert")
+    assert ledger.poll()
+    assert read(tmp_path)[1]["error"] == "RuntimeError: device-side assert"
+
+
+def test_a_late_end_leaves_the_line_of_another_alone(tmp_path: Path) -> None:
+    """The ring came round while the device was at work."""
+    ledger, event = Ledger(2, 4, "run", str(tmp_path)), Event()
+    ledger.queue(ledger.begin(record(seq=0)), event)
+    for seq in range(1, CAPACITY + 1):
+        ledger.end(ledger.begin(record(seq=seq)))
+    before = (tmp_path / "rank-2.jsonl").read_bytes()
+    event.has_come = True
+    assert ledger.poll()
+    assert (tmp_path / "rank-2.jsonl").read_bytes() == before

@@ -63,6 +63,9 @@ class Ledger:
         if error is not None:
             self.errors.append(error)
 
+    def queued(self, token: int, event: Any) -> None:
+        pass
+
 
 @contextlib.contextmanager
 def observed(max_delay_s: float = 0.0) -> Iterator[Ledger]:

@@ -5,6 +5,8 @@ An observer sees each collective before and after it runs: a ledger, a stall wat
 that delays ranks at random. Without one, a collective costs one counter increment more than the bare call. A failed
 or timed-out collective leaves here as :class:`CollectiveError`, which names rank, group, operation, step and layer.
 
+On a device the call returns once the collective is queued. It has ended when its work has, which an event tells.
+
 A peer is waited for as long as it takes. What ends the waiting is :func:`give_up`: the run is lost, with the reason.
 """
 
@@ -76,7 +78,11 @@ class CollectiveObserver(Protocol):
         """Called on the issuing thread before the collective; what it returns is passed to ``after``."""
 
     def after(self, token: Any, error: BaseException | None = None) -> None:
-        """Called once the collective has returned, or with the exception that it raised."""
+        """Called once the collective has ended, or with the exception that it raised."""
+
+    def queued(self, token: Any, event: Any) -> None:
+        """Called in the place of ``after`` where the collective waits in the queue of a device: ``event.query()``, on
+        any thread, says whether it has ended."""
 
 
 @functools.cache
@@ -85,6 +91,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 _observer: CollectiveObserver | None = None
+_running: record_collective | None = None
 _seq: Counter[str] = Counter()
 _lost = ""
 _PIECE = timedelta(seconds=0.5)
@@ -124,6 +131,14 @@ def lost() -> str:
     return _lost
 
 
+def mark_queued(device: torch.device) -> None:
+    """The collective that is being recorded was queued on ``device``, and the host goes on."""
+    if _running is not None:
+        event = torch.get_device_module(device).Event()
+        event.record()
+        _running.event = event
+
+
 def wait_for(work: Work, group: ProcessGroup | None) -> None:
     """Wait until a host collective has ended, for as long as its peers take, unless :func:`give_up` is called.
 
@@ -153,7 +168,7 @@ class record_collective:
     Raises :class:`CollectiveError` from whatever ``RuntimeError`` or ``ValueError`` the backend raises inside.
     """
 
-    __slots__ = ("_args", "_seq", "_token", "_watcher")
+    __slots__ = ("_args", "_seq", "_token", "_watcher", "event")
 
     def __init__(
         self,
@@ -167,6 +182,7 @@ class record_collective:
         sizes: Sequence[int] | None = None,
     ) -> None:
         self._args = (op, group, ranks, rank, tensors, path, sizes)
+        self.event: Any = None
 
     def _record(self) -> CollectiveRecord:
         op, group, ranks, rank, tensors, path, sizes = self._args
@@ -186,6 +202,7 @@ class record_collective:
         )
 
     def __enter__(self) -> None:
+        global _running
         group = self._args[1]
         self._seq = _seq[group]
         _seq[group] += 1
@@ -196,10 +213,16 @@ class record_collective:
             raise CollectiveError(f"rank {record.rank}: {where}, does not begin: the run is lost: {_lost}", record)
         if self._watcher is not None:
             self._token = self._watcher.before(self._record())
+            _running = self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        global _running
         if self._watcher is not None:
-            self._watcher.after(self._token, error)
+            _running = None
+            if self.event is not None and error is None:
+                self._watcher.queued(self._token, self.event)
+            else:
+                self._watcher.after(self._token, error)
         if isinstance(error, (RuntimeError, ValueError)):
             r = self._record()
             why = _lost or (

@@ -544,3 +544,22 @@ def test_logprobs_modes(params, mode):
 def params_at_one(params: SamplingParams) -> SamplingParams:
     """The filters alone."""
     return SamplingParams(top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
+
+
+# --- devices without fp64 ---------------------------------------------------------------------------------------------
+
+
+def test_the_distribution_is_exact_without_fp64(monkeypatch):
+    """Sums and noise in fp32; the largest noise is still below 1."""
+    vocab_size, num_draws = 300, 20000
+    logits = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(3)) * 2
+    params = SamplingParams(temperature=1.0, top_p=0.9, top_k=200)
+    state = SamplingState(num_draws, vocab_size, real=torch.float32)
+    for row in range(num_draws):
+        state.add_row(row, request(params))
+    metadata = state.make_metadata()
+    assert metadata.noise.dtype == metadata.top_p.dtype == torch.float32
+    tokens = Sampler()(logits.expand(num_draws, -1), metadata).sampled_token_ids
+    assert_distributed(np.bincount(tokens, minlength=vocab_size), exact(logits[0].tolist(), params))
+    monkeypatch.setattr("vllm.v1.sample.state.uniform_noise", lambda seeds, _: np.full(len(seeds), 1 - 2.0**-53))
+    assert state.make_metadata().noise.max() < 1

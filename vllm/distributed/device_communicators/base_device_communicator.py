@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from vllm.distributed.observer import UNIFORM, VARIABLE, record_collective, wait_for
+from vllm.distributed.observer import UNIFORM, VARIABLE, mark_queued, record_collective, wait_for
 
 # The into-tensor collectives carry new names from torch 2.13 on; the old ones warn there.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -104,6 +104,7 @@ class DeviceCommunicatorBase:
             wait_for(collective(*args, **kwargs, group=self.device_group, async_op=True), self.device_group)
         else:
             collective(*args, **kwargs, group=self.device_group)
+            mark_queued(self.device)
 
     def _check_sizes(self, sizes: Sequence[int] | None, rows: int, *, is_total: bool) -> tuple[list[int], bool]:
         """The rows of each rank, and whether all are equal. ``rows``: own rows, or (``is_total``) of all ranks."""

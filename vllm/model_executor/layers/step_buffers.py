@@ -41,6 +41,12 @@ class StepBuffers:
         self._last[key] = rows, view
         return view
 
+    def renew(self) -> None:
+        """Put memory that was never written in the place of each; a CPU gives it pages when it is."""
+        self._last.clear()
+        for key, buffer in self._buffers.items():
+            self._buffers[key] = torch.empty_like(buffer)
+
     @property
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers.values())

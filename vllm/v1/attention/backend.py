@@ -80,7 +80,8 @@ class AttentionImpl(ABC):
         """
 
     def workspace_bytes(self, num_tokens: int, max_model_len: int, dtype: torch.dtype) -> int:
-        """What ``forward`` allocates for a time, at most, in a step of ``num_tokens``: profiling runs no attention."""
+        """What ``forward`` allocates for a time, at most, in a step of ``num_tokens``. Profiling on CPU asks, as it
+        runs short contexts only."""
         return 0
 
 

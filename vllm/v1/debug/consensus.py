@@ -77,10 +77,10 @@ class ConsensusGuard:
             what = f"rank {record.rank}: the board of the ranks was gone before {describe(record)}"
             raise ConsensusError(f"{what}: the launcher, or rank 0 that serves it, has ended", record) from error
 
-    def done(self, record: CollectiveRecord) -> None:
-        """The collective has ended; without a board the next check says so."""
+    def done(self, record: CollectiveRecord, how: str = "left") -> None:
+        """The collective has ended or is ``queued`` on a device; without a board the next check says so."""
         with contextlib.suppress(dist.DistError):
-            self.board.store.set(f"at/{record.rank}", f"left {describe(record)} at {clock(time.time())}")
+            self.board.store.set(f"at/{record.rank}", f"{how} {describe(record)} at {clock(time.time())}")
 
     def _check(self, record: CollectiveRecord) -> None:
         store = self.board.store

@@ -28,9 +28,8 @@ class RankLedger:
 
     @property
     def stuck_in(self) -> dict[str, Any] | None:
-        """The last collective, where it has not succeeded."""
-        last = self.entries[-1] if self.entries else None
-        return last if last and (last["end"] is None or last["error"]) else None
+        """The first collective that has not ended or has failed; of a device, others may be queued behind it."""
+        return next((entry for entry in self.entries if entry["end"] is None or entry["error"]), None)
 
 
 @dataclass(frozen=True)
@@ -107,6 +106,8 @@ def _explain_wait(
     group, seq = entry["group"], entry["seq"]
     newest = max(ledger.about["alive"] for ledger in ledgers.values())
     where = f"{describe(entry)} since {clock(entry['start'])}, for {(entry['end'] or newest) - entry['start']:.1f} s"
+    if queued := entry.get("queued"):
+        where += f", queued on the device at {clock(queued)}"
     missing = missing_for[path[-2] if len(path) > 1 else path[0]]
     if not missing:
         text = f"All ranks of {group} are in {where}; it has not succeeded: {entry['error'] or 'no error either'}."

@@ -4,6 +4,9 @@
 Each line has its own fixed place in the file and is written when the collective begins, its end when it ends. So the
 file is complete at every moment, whatever ends the process, SIGKILL included, and no handler has to run. Line 0 tells
 of the rank itself; a line that the ring overwrites is gone.
+
+A device's collective is *queued* when its call returns, and has *ended* when the device says so, which is asked for
+before each collective and by the watchdog: ``end`` is then the time of the answer.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import json
 import mmap
 import os
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -82,12 +86,15 @@ def disagreements(fields_of: Mapping[int, Mapping[str, Any]]) -> str:
 
 @dataclass(slots=True)
 class Entry:
-    """One collective. ``start``, ``end``: seconds since the epoch; ``end`` is None while it runs."""
+    """One collective; times in seconds since the epoch. ``end`` is None while it runs, ``queued`` where the host waits
+    for its end; where not, ``event`` tells of it."""
 
     number: int
     record: CollectiveRecord
     start: float
     end: float | None = None
+    queued: float | None = None
+    event: Any = None
     error: str = ""
     end_at: int = 0
 
@@ -114,6 +121,8 @@ class Ledger:
     ) -> None:
         self.rank, self.prints, self.events, self.state = rank, prints, 0, "running"
         self.entries: deque[Entry] = deque(maxlen=CAPACITY)
+        self._queued: deque[Entry] = deque()
+        self._lock = threading.Lock()
         self._begun, self._line, self._widest = 0, 2048 + 16 * world_size, 0
         self._file = None if folder is None else self._make_file(Path(folder))
         ranks = list(range(world_size) if replica is None else replica)
@@ -137,10 +146,19 @@ class Ledger:
         self._write(0, json.dumps(about).encode().ljust(self._line - 1))
 
     @property
+    def oldest(self) -> Entry | None:
+        """The first collective that has not ended: the others of this rank wait for it."""
+        try:
+            return self._queued[0]
+        except IndexError:
+            last = self.entries[-1] if self.entries else None
+            return last if last and last.end is None else None
+
+    @property
     def current(self) -> CollectiveRecord | None:
         """The collective that this rank is in."""
-        last = self.entries[-1] if self.entries else None
-        return last.record if last and last.end is None else None
+        oldest = self.oldest
+        return None if oldest is None else oldest.record
 
     def close(self) -> None:
         self.show_life()
@@ -149,6 +167,8 @@ class Ledger:
             self._file = None
 
     def begin(self, record: CollectiveRecord) -> Entry:
+        if self._queued:
+            self.poll()
         entry = Entry(self._begun, record, time.time())
         self._begun += 1
         self.events += 1
@@ -158,13 +178,36 @@ class Ledger:
             print(f"{self._trace(record, 'ENTER')}\n{self._counter(record)}=1", flush=True)
         return entry
 
+    def queue(self, entry: Entry, event: Any) -> None:
+        """The call has returned, and ``event`` will come when the device has done the collective."""
+        entry.queued, entry.event = time.time(), event
+        self.events += 1
+        self._write_entry(entry)
+        if self.prints:
+            print(self._trace(entry.record, "QUEUED"), flush=True)
+        self._queued.append(entry)
+
+    def poll(self) -> bool:
+        """End what the device has done by now, and say whether that is all; from any thread."""
+        with self._lock:
+            while self._queued:
+                entry, error = self._queued[0], None
+                try:
+                    if not entry.event.query():
+                        return False
+                except RuntimeError as failed:  # of the device, which the host learns when it next waits
+                    error = failed
+                self.end(entry, error)
+                self._queued.popleft()
+            return True
+
     def end(self, entry: Entry, error: BaseException | None = None) -> None:
         entry.end = time.time()
         self.events += 1
         if error is not None:
             entry.error = f"{type(error).__name__}: {error}"
             self._write_entry(entry)
-        elif self._file is not None:
+        elif self._file is not None and self._begun - entry.number <= CAPACITY:
             self._file[entry.end_at : entry.end_at + _END_WIDTH] = b"%-*.6f" % (_END_WIDTH, entry.end)
         if self.prints and error is None:
             print(f"{self._counter(entry.record)}=0\n{self._trace(entry.record, 'EXIT')}", flush=True)
@@ -174,6 +217,7 @@ class Ledger:
         lines = []
         for e in list(self.entries)[-count:]:
             took = "NOT FINISHED" if e.end is None else f"{1000 * (e.end - e.start):.3f} ms"
+            took = took if e.queued is None else f"queued after {1000 * (e.queued - e.start):.3f} ms, {took}"
             r = e.record
             lines.append(
                 f"[LEDGER] rank={self.rank} n={e.number} {clock(e.start)} {describe(r)} {r.path} "
@@ -184,8 +228,9 @@ class Ledger:
     def _write_entry(self, entry: Entry) -> None:
         if self._file is not None:
             r, error = entry.record, json.dumps(entry.error[:200]).encode() if entry.error else b'""'
-            begin = b'{"n": %d, "step": %d, "seq": %d, "start": %.6f, "error": %b, "end": ' % (
-                entry.number, r.step, r.seq, entry.start, error
+            queued = b"" if entry.queued is None else b'"queued": %.6f, ' % entry.queued
+            begin = b'{"n": %d, "step": %d, "seq": %d, "start": %.6f, %b"error": %b, "end": ' % (
+                entry.number, r.step, r.seq, entry.start, queued, error
             )  # fmt: skip
             end = b"null" if entry.end is None else b"%.6f" % entry.end
             slot = 1 + entry.number % CAPACITY

@@ -76,6 +76,9 @@ class Diagnosis:
     def stop(self) -> None:
         self._stop.set()
         self._thread.join()
+        until = time.monotonic() + (0 if self._failed else _LET_GO_S)
+        while not self.ledger.poll() and time.monotonic() < until:
+            time.sleep(_POLL_S / 100)  # nobody waits for the last dummy step
         self._on_board(Board.show_life, {**self._place(), "doing": "shut down its engine", "left": True})
         if observer.get_collective_observer() is self:
             observer.set_collective_observer(self.inner)
@@ -97,7 +100,7 @@ class Diagnosis:
     def after(self, token: tuple[Entry, Any], error: BaseException | None = None) -> None:
         entry, inner_token = token
         if error is not None:
-            self._find_cause()
+            self._find_cause(entry.record)
         self.ledger.end(entry, error)
         if self.inner is not None:
             self.inner.after(inner_token, error)
@@ -105,6 +108,14 @@ class Diagnosis:
             self.fail(f"{describe(entry.record)} failed: {observer.lost() or error}")
         elif self.guard is not None:
             self.guard.done(entry.record)
+
+    def queued(self, token: tuple[Entry, Any], event: Any) -> None:
+        entry, inner_token = token
+        self.ledger.queue(entry, event)
+        if self.inner is not None:
+            self.inner.queued(inner_token, event)
+        if self.guard is not None:
+            self.guard.done(entry.record, "queued")
 
     @contextmanager
     def running(self, dp_rank: int, step: int) -> Iterator[None]:
@@ -144,10 +155,11 @@ class Diagnosis:
 
     def _place(self) -> dict[str, Any]:
         """What this rank does now, as the others read it."""
-        step, record = forward_context.current_step, self.ledger.current
+        step, oldest = forward_context.current_step, self.ledger.oldest
+        record = None if oldest is None else oldest.record
         doing = "is between two steps" if step >= 0 else "is at work outside the steps"
-        if record is not None:
-            doing = f"waits in {describe(record)}"
+        if oldest is not None:
+            doing = f"{'waits' if oldest.queued is None else 'has its device wait'} in {describe(oldest.record)}"
         elif self._step_runs:
             doing = f"computes in step {step}, layer {forward_context.current_layer or 'none'}"
         waits = None if record is None else (record.group, record.seq, record.ranks)
@@ -160,6 +172,7 @@ class Diagnosis:
         tell_at = _TELL_AFTER_S
         while not self._stop.wait(_POLL_S):
             self.ledger.show_life()
+            self.ledger.poll()
             place, record = self._place(), self.ledger.current
             self._on_board(Board.show_life, place)
             waits = waits + 1 if record is not None and record is waited_in else 0
@@ -256,9 +269,9 @@ class Diagnosis:
                     return f"rank {rank} is gone: its process {pid} has ended"
         return ""
 
-    def _find_cause(self) -> None:
-        """A collective broke: a peer is dying, or failed and is closing its connections. Wait a moment to learn who."""
-        until, record = time.monotonic() + (_CAUSE_S if self.peers else 0), self.ledger.current
+    def _find_cause(self, record: CollectiveRecord) -> None:
+        """It broke: a peer is dying, or failed and is closing its connections. Wait a moment to learn who."""
+        until = time.monotonic() + (_CAUSE_S if self.peers else 0)
         while not observer.lost() and time.monotonic() < until:
             places = self._on_board(Board.places, list(self.peers)) or {}
             if cause := self._on_board(Board.read, "alarm") or self._who_is_gone(places, record):

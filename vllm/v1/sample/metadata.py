@@ -30,10 +30,11 @@ class Penalties(NamedTuple):
 class SamplingMetadata:
     """R rows; a field that no row uses is None, so that the default is a greedy step of any number of rows.
 
-    - ``noise`` [R] fp64 in [0, 1): the number that picks a random row's token; None when all rows are greedy.
+    - ``noise`` [R] in [0, 1): the number that picks a random row's token; None when all rows are greedy. fp64, as
+      ``top_p``, or fp32 on a device that has no fp64: sums of probabilities are taken in that type.
     - ``temperature`` [R] fp32, 1 for greedy rows; ``greedy`` [R] bool, None when no row is.
-    - ``top_k`` [R] int64, V where off; ``max_top_k``: the largest of the others. ``top_p`` [R] fp64, ``min_p``
-      [R] fp32.
+    - ``top_k`` [R] int64, V where off; ``max_top_k``: the largest of the others. ``top_p`` [R] fp64, 1 where off;
+      ``top_p_alone``: whether a row has it without ``top_k``. ``min_p`` [R] fp32.
     - ``max_num_logprobs``: the most a row asks for; -1: the whole vocabulary.
     - ``allowed``: (row, token ids) pairs; ``banned``: entries never sampled; ``bias``: entries to which
       ``bias_values`` [P] fp32 are added.
@@ -45,6 +46,7 @@ class SamplingMetadata:
     top_k: torch.Tensor | None = None
     max_top_k: int = 0
     top_p: torch.Tensor | None = None
+    top_p_alone: bool = False
     min_p: torch.Tensor | None = None
     max_num_logprobs: int | None = None
     allowed: list[tuple[int, torch.Tensor]] = field(default_factory=list)

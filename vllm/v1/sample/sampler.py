@@ -76,8 +76,8 @@ class Sampler:
             keep_from(floor, scaled, weights)
             lowest = floor
         if metadata.top_k is not None or metadata.top_p is not None:
-            total = block_sums(weights).sum(dim=1, keepdim=True, dtype=torch.float64)
-            threshold = limit_threshold(scaled, total, metadata.top_k, metadata.max_top_k, metadata.top_p, floor)
+            total = block_sums(weights).sum(dim=1, keepdim=True, dtype=metadata.noise.dtype)
+            threshold = limit_threshold(scaled, total, metadata, floor)
             keep_from(threshold, scaled, weights)
             lowest = threshold if lowest is None else torch.maximum(lowest, threshold)
         token_ids, found = random_choice(weights, metadata.noise)

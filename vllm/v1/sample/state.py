@@ -12,6 +12,7 @@ import torch
 
 from vllm.v1.request import Request
 from vllm.v1.sample.metadata import Penalties, SamplingMetadata, TokenEntries
+from vllm.v1.transfers import to_device
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -120,11 +121,19 @@ class SamplingState:
     """Sampling parameters by row of the running batch; ``make_metadata`` turns them into a step's tensors.
 
     ``seed`` is the engine's: the seeds of requests that have none of their own follow from it and from the order in
-    which they came, so that ranks that add the same requests sample the same tokens.
+    which they came, so that ranks that add the same requests sample the same tokens. ``real``: the type that the device
+    sums probabilities in, fp64 where it has that.
     """
 
-    def __init__(self, max_num_reqs: int, vocab_size: int, device: torch.device | str = "cpu", seed: int = 0) -> None:
-        self.vocab_size = vocab_size
+    def __init__(
+        self,
+        max_num_reqs: int,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        real: torch.dtype = torch.float64,
+    ) -> None:
+        self.vocab_size, self.real = vocab_size, real
         self.device = torch.device(device)
         self._rows: list[_Row | None] = [None] * max_num_reqs
         self._engine_seed = _mix(np.array([seed % 2**64], dtype=np.uint64))
@@ -225,7 +234,10 @@ class SamplingState:
             fields["top_k"] = self._tensor(top_k, torch.int64)
             fields["max_top_k"] = max(limited)
         if any(p.top_p < 1 for p in params):
-            fields["top_p"] = self._tensor([p.top_p for p in params], torch.float64)
+            fields["top_p"] = self._tensor([p.top_p for p in params], self.real)
+            fields["top_p_alone"] = any(
+                p.top_p < 1 and k == self.vocab_size for p, k in zip(params, top_k, strict=True)
+            )
         if any(p.min_p for p in params):
             fields["min_p"] = self._tensor([p.min_p for p in params], torch.float32)
         return fields
@@ -235,7 +247,10 @@ class SamplingState:
         fields: dict[str, Any] = {}
         if self._cached is not None and self._cached.temperature is not None:
             positions = np.array([row.request.num_output_tokens for row in self._chosen], dtype=np.uint64)
-            fields["noise"] = torch.from_numpy(uniform_noise(self._seeds, positions)).to(self.device)
+            noise = uniform_noise(self._seeds, positions)
+            if self.real == torch.float32:
+                noise = (np.floor(noise * 2.0**24) * 2.0**-24).astype(np.float32)  # rounded it could be 1
+            fields["noise"] = to_device(torch.from_numpy(noise), self.device)
         banned = [(r, token) for r, row in self._banning for token in row.banned_token_ids()]
         if banned:
             fields["banned"] = self._entries(banned)
@@ -249,22 +264,22 @@ class SamplingState:
         sizes = [seen.size for _, _, seen in penalised]
 
         def spread(values: list[float]) -> torch.Tensor:
-            return torch.from_numpy(np.repeat(np.asarray(values, dtype=np.float32), sizes)).to(self.device)
+            return to_device(torch.from_numpy(np.repeat(np.asarray(values, dtype=np.float32), sizes)), self.device)
 
         rows = torch.from_numpy(np.repeat(np.array([r for r, _, _ in penalised], dtype=np.int64), sizes))
         tokens = torch.from_numpy(np.concatenate([seen.tokens[: seen.size] for _, _, seen in penalised]))
         counts = torch.from_numpy(np.concatenate([seen.counts[: seen.size] for _, _, seen in penalised]))
         return Penalties(
-            TokenEntries(rows.to(self.device), tokens.to(self.device)),
-            counts.to(self.device),
+            TokenEntries(to_device(rows, self.device), to_device(tokens, self.device)),
+            to_device(counts, self.device),
             repetition=spread([row.params.repetition_penalty for _, row, _ in penalised]),
             frequency=spread([row.params.frequency_penalty for _, row, _ in penalised]),
             presence=spread([row.params.presence_penalty for _, row, _ in penalised]),
         )
 
     def _entries(self, pairs: Iterable[tuple[int, int]]) -> TokenEntries:
-        rows, tokens = zip(*pairs, strict=True)
-        return TokenEntries(self._tensor(rows, torch.int64), self._tensor(tokens, torch.int64))
+        rows, tokens = self._tensor(list(zip(*pairs, strict=True)), torch.int64)
+        return TokenEntries(rows, tokens)
 
     def _tensor(self, values: Any, dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype).to(self.device)
+        return to_device(torch.tensor(values, dtype=dtype), self.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,9 +22,10 @@ from vllm.platforms import Platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors, ModelRunnerOutput
 from vllm.v1.sample.sampler import Sampler, SamplerOutput
 from vllm.v1.sample.state import SamplingState
+from vllm.v1.transfers import HostCopies, to_device
 from vllm.v1.worker.batch_plan import BatchPlan
 from vllm.v1.worker.dp_utils import coordinate_batch_across_dp, pads_to_max
 from vllm.v1.worker.gpu_input_batch import InputBatch
@@ -45,7 +47,7 @@ class StepInputs:
     first_positions: np.ndarray
     starts: np.ndarray
     sampling: np.ndarray
-    logits_rows: np.ndarray
+    logits_rows: torch.Tensor
 
 
 class GPUModelRunner:
@@ -66,7 +68,8 @@ class GPUModelRunner:
         model_config, cache, max_num_reqs = vllm_config.model_config, vllm_config.cache_config, scheduler.max_num_seqs
         # DP ranks serve different requests: those without a seed of their own draw differently on each.
         seed = model_config.seed + get_dp_group().rank_in_group
-        sampling = SamplingState(max_num_reqs, model_config.vocab_size, device, seed)
+        real = torch.float64 if platform.has_fp64(device) else torch.float32
+        sampling = SamplingState(max_num_reqs, model_config.vocab_size, device, seed, real)
         self.input_batch = InputBatch(max_num_reqs, model_config.max_model_len, cache.block_size, sampling)
         self.buffers = InputBuffers(self.max_num_tokens, max_num_reqs, self.input_batch.block_table.max_blocks, device)
 
@@ -112,21 +115,16 @@ class GPUModelRunner:
         plan = self._agree(scheduler_output, has_unfinished)
         if plan.num_tokens_padded == 0:
             return ModelRunnerOutput()
-        inputs = self._prepare_inputs(scheduler_output, plan)
-        with set_forward_context(
-            self._build_attention_metadata(inputs.common),
-            self.cached_layers,
-            dp_metadata=self._dp_metadata(plan),
-            batch_plan=plan,
-            is_dummy=plan.is_dummy,
-            step_buffers=self.step_buffers,
-            step=plan.step,
-        ):
+        with self.buffers.filling():
+            inputs = self._prepare_inputs(scheduler_output, plan)
+        copies = HostCopies(self.device)
+        with self.forward_context(plan, inputs.common):
             hidden_states = self.model(inputs.input_ids, inputs.positions)
             if plan.is_dummy:
                 return ModelRunnerOutput()
-            prompt_logprobs = self._score_prompts(scheduler_output, inputs, hidden_states)
-            sampled = self._sample(inputs, hidden_states)
+            prompt_logprobs = self._score_prompts(scheduler_output, inputs, hidden_states, copies)
+            sampled = self._sample(inputs, hidden_states, copies)
+        copies.wait()
         return self._to_output(scheduler_output, inputs, sampled, prompt_logprobs)
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> None:
@@ -192,25 +190,14 @@ class GPUModelRunner:
         positions = np.arange(plan.num_tokens_unpadded) + (computed - starts)[request_of_token]
         rows_of_tokens = rows[request_of_token]
         seq_lens = computed + scheduled
-        max_seq_len = int(seq_lens.max(initial=0))
-        num_columns = max(-(-max_seq_len // batch.block_table.block_size), 1)
-        common = CommonAttentionMetadata(
-            query_start_loc=buffers.fill_query_start_loc(scheduled, plan.num_reqs_padded),
-            query_start_loc_cpu=buffers.query_start_loc.host[: plan.num_reqs_padded + 1],
-            seq_lens=buffers.seq_lens.fill(seq_lens, plan.num_reqs_padded),
-            seq_lens_cpu=buffers.seq_lens.host[: plan.num_reqs_padded],
-            block_table=buffers.block_table.fill_columns(
-                batch.block_table.table, rows, num_columns, plan.num_reqs_padded
-            ),
-            slot_mapping=buffers.slot_mapping.fill(
-                batch.block_table.slots(rows_of_tokens, positions), plan.num_tokens_padded
-            ),
-            state_indices=buffers.state_indices.fill(batch.state_slots[rows], plan.num_reqs_padded),
-            num_reqs=plan.num_reqs_padded,
-            num_actual_tokens=plan.num_tokens_unpadded,
-            num_padded_tokens=plan.num_tokens_padded,
-            max_query_len=int(scheduled.max(initial=0)),
-            max_seq_len=max_seq_len,
+        common = self.fill_metadata(
+            plan,
+            scheduled,
+            seq_lens,
+            rows,
+            batch.block_table.table,
+            batch.block_table.slots(rows_of_tokens, positions),
+            batch.state_slots[rows],
         )
         sampling = np.nonzero(seq_lens == known)[0]
         return StepInputs(
@@ -221,51 +208,88 @@ class GPUModelRunner:
             first_positions=computed,
             starts=starts,
             sampling=sampling,
-            logits_rows=(starts + scheduled - 1)[sampling],
+            logits_rows=buffers.logits_rows.fill((starts + scheduled - 1)[sampling], len(sampling)),
         )
 
-    def _build_attention_metadata(self, common: CommonAttentionMetadata) -> dict[str, object]:
+    def fill_metadata(
+        self,
+        plan: BatchPlan,
+        scheduled: np.ndarray,
+        seq_lens: np.ndarray,
+        rows: np.ndarray,
+        block_table: np.ndarray,
+        slots: np.ndarray,
+        state_slots: np.ndarray,
+    ) -> CommonAttentionMetadata:
+        """Of requests that run ``scheduled`` [R] tokens each, the last of ``seq_lens`` [R]: their ``rows`` [R] of
+        ``block_table``, their tokens' cache ``slots`` and their own ``state_slots`` [R]; padded as the plan says."""
+        buffers, max_seq_len = self.buffers, int(seq_lens.max(initial=0))
+        num_columns = max(-(-max_seq_len // self.input_batch.block_table.block_size), 1)
+        return CommonAttentionMetadata(
+            query_start_loc=buffers.fill_query_start_loc(scheduled, plan.num_reqs_padded),
+            query_start_loc_cpu=buffers.query_start_loc.host[: plan.num_reqs_padded + 1],
+            seq_lens=buffers.seq_lens.fill(seq_lens, plan.num_reqs_padded),
+            seq_lens_cpu=buffers.seq_lens.host[: plan.num_reqs_padded],
+            block_table=buffers.block_table.fill_columns(block_table, rows, num_columns, plan.num_reqs_padded),
+            slot_mapping=buffers.slot_mapping.fill(slots, plan.num_tokens_padded),
+            state_indices=buffers.state_indices.fill(state_slots, plan.num_reqs_padded),
+            num_reqs=plan.num_reqs_padded,
+            num_actual_tokens=plan.num_tokens_unpadded,
+            num_padded_tokens=plan.num_tokens_padded,
+            max_query_len=int(scheduled.max(initial=0)),
+            max_seq_len=max_seq_len,
+        )
+
+    def forward_context(self, plan: BatchPlan, common: CommonAttentionMetadata) -> AbstractContextManager[Any]:
+        """Around the step's forward pass."""
         built = {backend: builder.build(common) for backend, builder in self.builders.items()}
-        return {name: built[layer.backend] for name, layer in self.cached_layers.items()}
+        return set_forward_context(
+            {name: built[layer.backend] for name, layer in self.cached_layers.items()},
+            self.cached_layers,
+            dp_metadata=DPMetadata.make(plan.num_tokens_padded_across_dp, plan.dp_rank, plan.num_tokens_padded),
+            batch_plan=plan,
+            is_dummy=plan.is_dummy,
+            step_buffers=self.step_buffers,
+            step=plan.step,
+        )
 
-    @staticmethod
-    def _dp_metadata(plan: BatchPlan) -> DPMetadata:
-        return DPMetadata.make(plan.num_tokens_padded_across_dp, plan.dp_rank, plan.num_tokens_padded)
-
-    def _sample(self, inputs: StepInputs, hidden_states: torch.Tensor) -> SamplerOutput | None:
-        """One token for each request whose last known token ran in this step; the same on every TP rank."""
+    def _sample(self, inputs: StepInputs, hidden_states: torch.Tensor, copies: HostCopies) -> SamplerOutput | None:
+        """One token for each request whose last known token ran in this step, on its way to the host; the same on every
+        TP rank."""
         if not len(inputs.sampling):
             return None
-        logits = self.model.compute_logits(hidden_states[torch.from_numpy(inputs.logits_rows).to(self.device)])
+        logits = self.model.compute_logits(hidden_states[inputs.logits_rows])
         metadata = self.input_batch.sampling.make_metadata(inputs.rows[inputs.sampling].tolist())
         sampled = self.sampler(logits, metadata)
         tp = get_tp_group()
         if tp.world_size > 1:
             sampled = replace(sampled, sampled_token_ids=tp.broadcast(sampled.sampled_token_ids))
-        return sampled
+        logprobs = sampled.logprobs_tensors
+        return SamplerOutput(
+            copies.add(sampled.sampled_token_ids),
+            None if logprobs is None else LogprobsTensors(*map(copies.add, logprobs)),
+            copies.add(sampled.nan_rows),
+            copies.add(sampled.undrawable),
+        )
 
     def _score_prompts(
-        self, scheduler_output: SchedulerOutput, inputs: StepInputs, hidden_states: torch.Tensor
-    ) -> dict[str, LogprobsLists]:
-        """Log-probabilities of the prompt tokens that follow this step's prompt positions, where asked for."""
-        scored: dict[str, LogprobsLists] = {}
+        self, scheduler_output: SchedulerOutput, inputs: StepInputs, hidden_states: torch.Tensor, copies: HostCopies
+    ) -> dict[str, list[LogprobsTensors]]:
+        """Log-probabilities of the prompt tokens that follow this step's prompt positions, where asked for, in pieces
+        on their way to the host."""
+        scored: dict[str, list[LogprobsTensors]] = {}
         for i, request in enumerate(scheduler_output.requests):
             num_logprobs = request.sampling_params.prompt_logprobs
             if num_logprobs is None:
                 continue
             start, first = int(inputs.starts[i]), int(inputs.first_positions[i])
             end = min(first + scheduler_output.num_scheduled_tokens[i], request.num_prompt_tokens - 1)
-            columns: tuple[list[Any], ...] = ([], [], [])
             for begin in range(first, end, PROMPT_LOGPROB_ROWS):
                 stop = min(begin + PROMPT_LOGPROB_ROWS, end)
                 logits = self.model.compute_logits(hidden_states[start + begin - first : start + stop - first])
-                targets = torch.tensor(request.prompt_token_ids[begin + 1 : stop + 1], device=self.device)
-                for column, tensor in zip(
-                    columns, self.sampler.gather_logprobs(logits, num_logprobs, targets), strict=True
-                ):
-                    column += tensor.tolist()
-            if end > first:
-                scored[request.request_id] = LogprobsLists(*columns)
+                targets = to_device(torch.tensor(request.prompt_token_ids[begin + 1 : stop + 1]), self.device)
+                piece = self.sampler.gather_logprobs(logits, num_logprobs, targets)
+                scored.setdefault(request.request_id, []).append(LogprobsTensors(*map(copies.add, piece)))
         return scored
 
     def _to_output(
@@ -273,11 +297,14 @@ class GPUModelRunner:
         scheduler_output: SchedulerOutput,
         inputs: StepInputs,
         sampled: SamplerOutput | None,
-        prompt_logprobs: dict[str, LogprobsLists],
+        prompt_logprobs: dict[str, list[LogprobsTensors]],
     ) -> ModelRunnerOutput:
-        """Bring the sampled tokens to the host, into the rows' token ids and the scheduler's order."""
+        """Put the sampled tokens, on the host by now, into the rows' token ids and the scheduler's order."""
         requests = scheduler_output.requests
-        output = ModelRunnerOutput([[] for _ in requests], prompt_logprobs=prompt_logprobs)
+        output = ModelRunnerOutput([[] for _ in requests])
+        for request_id, pieces in prompt_logprobs.items():
+            lists = [[x for part in column for x in part.tolist()] for column in zip(*pieces, strict=True)]
+            output.prompt_logprobs[request_id] = LogprobsLists(*lists)
         if sampled is None:
             return output
         token_ids = sampled.sampled_token_ids.tolist()
@@ -293,13 +320,13 @@ class GPUModelRunner:
                 if requests[index].sampling_params.logprobs is not None:
                     row = LogprobsLists(*([column[at]] for column in columns))
                     output.logprobs[requests[index].request_id] = row
-        if sampled.undrawable is not None and bool(sampled.undrawable.any()):
+        if sampled.undrawable is not None:
             for at in sampled.undrawable.nonzero().flatten().tolist():
                 request_id = requests[inputs.sampling[at]].request_id
                 output.undrawable[request_id] = self.input_batch.sampling.why_undrawable(int(rows[at]))
                 logger.error("step %d: request %s: %s", self.step - 1, request_id, output.undrawable[request_id])
-        if bool(sampled.nan_rows.any()):
-            bad = inputs.sampling[sampled.nan_rows.cpu().numpy()]
+        bad = inputs.sampling[sampled.nan_rows.numpy()]
+        if len(bad):
             output.nan_req_ids = frozenset(requests[i].request_id for i in bad.tolist())
             logger.error("step %d: NaN logits for requests %s", self.step - 1, sorted(output.nan_req_ids))
         return output

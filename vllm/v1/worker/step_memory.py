@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-from vllm.forward_context import DPMetadata, set_forward_context
 from vllm.model_executor.layers.attention import Attention
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.sample.metadata import Penalties, SamplingMetadata, TokenEntries
 from vllm.v1.sample.sampler import LOGPROB_ROWS
 from vllm.v1.worker.batch_plan import BatchPlan
@@ -27,36 +29,87 @@ _KERNEL_SCRATCH = 64 << 20
 def largest_step_bytes(runner: GPUModelRunner) -> int:
     """Bytes that the largest step takes for a time, and those of its buffers where they count as free until written.
 
-    A device runs that step. On CPU it would take as long as a prompt of that size, so a small one is measured and
-    scaled: what a step makes grows no faster than its rows. Every rank calls this at the same time. The buffers that
-    layers share are made here, so that none is left to be made in service.
+    A device runs that step, and so compiles what it compiles when it is first used: a prompt in the longest context, as
+    many requests in it as may decode, and one, for which kernels have forms of their own. On CPU it would take as long
+    as a prompt of that size, so a small one is measured and scaled: what a step makes grows no faster than its rows,
+    and attention says what it takes in a long context. Every rank calls this at the same time. The buffers that layers
+    share are made here, so that none is left to be made in service.
     """
     config = runner.vllm_config
     num_tokens, num_reqs = runner.max_num_tokens, config.scheduler_config.max_num_seqs
-    scored = min(num_tokens, PROMPT_LOGPROB_ROWS)
+    scored, context = min(num_tokens, PROMPT_LOGPROB_ROWS), config.model_config.max_model_len
+    with _caches(runner):
+        if runner.device.type != "cpu":
+            decodes = [_decode_peak(runner, n, context) for n in (1, min(num_tokens, num_reqs))]
+            forward, *others = _peaks(runner, num_tokens, max(num_reqs, scored), num_reqs, scored, context)
+            return max(forward, *decodes) + sum(others)
+        _peaks(runner, 1, 1, 1, 1)
+        tokens, rows = min(num_tokens, _SMALL_TOKENS), min(num_tokens, _SMALL_ROWS)
+        forward, head, sampler, scoring = _peaks(runner, tokens, rows, rows, rows)
+    runner.step_buffers.renew()
     layers = [layer for layer in runner.model.modules() if isinstance(layer, Attention)]
-    each = [x.impl.workspace_bytes(num_tokens, config.model_config.max_model_len, x.dtype) for x in layers]
-    attention = max(each, default=0)
-    if runner.device.type != "cpu":
-        return attention + sum(_peaks(runner, num_tokens, max(num_reqs, scored), num_reqs, scored))
-    _peaks(runner, 1, 1, 1, 1)
-    tokens, rows = min(num_tokens, _SMALL_TOKENS), min(num_tokens, _SMALL_ROWS)
-    forward, head, sampler, scoring = _peaks(runner, tokens, rows, rows, rows)
+    attention = max([x.impl.workspace_bytes(num_tokens, context, x.dtype) for x in layers], default=0)
     peak = forward * num_tokens // tokens
     peak += (head * max(num_reqs, scored) + sampler * num_reqs + scoring * min(scored, LOGPROB_ROWS)) // rows
     return peak + attention + runner.step_buffers.nbytes + runner.input_batch.nbytes + _KERNEL_SCRATCH
 
 
-def _peaks(runner: GPUModelRunner, num_tokens: int, num_logits: int, num_reqs: int, num_scored: int) -> Sequence[int]:
+@contextmanager
+def _caches(runner: GPUModelRunner) -> Iterator[None]:
+    """The smallest caches that a step can run on, unless there are caches: what their sizes are is not known before."""
+    if hasattr(runner, "kv_cache_config"):
+        yield
+        return
+    num_slots = 2 * any(isinstance(spec, MambaSpec) for spec in runner.get_kv_cache_specs().values())
+    with torch.device(runner.device):
+        runner.initialize_kv_cache(KVCacheConfig(2, runner.vllm_config.cache_config.block_size, num_slots))
+    yield
+    runner.release_kv_cache()
+    del runner.kv_cache_config
+
+
+def _prepare(
+    runner: GPUModelRunner, num_tokens: int, num_reqs: int, context: int
+) -> tuple[AbstractContextManager[Any], torch.Tensor]:
+    """A step of ``num_reqs`` requests, each at the end of ``context`` tokens at least: to be run in that context, with
+    these ids and positions. All keep what they keep in one block and one state slot, where nothing is of worth yet."""
+    real = min(num_tokens, num_reqs * runner.vllm_config.model_config.max_model_len)
+    agreement = coordinate_batch_across_dp(
+        real, step=-1, has_unfinished=False, num_tokens_padded=num_tokens, pad_to_max=runner.pad_to_max
+    )
+    plan, block_size = BatchPlan.make(agreement, num_reqs), runner.kv_cache_config.block_size
+    scheduled = real // num_reqs + (np.arange(num_reqs) < real % num_reqs)
+    block_table = np.ones((1, runner.input_batch.block_table.max_blocks), dtype=np.int32)
+    with runner.buffers.filling():
+        common = runner.fill_metadata(
+            plan,
+            scheduled,
+            np.maximum(scheduled, context),
+            np.zeros(num_reqs, dtype=np.int64),
+            block_table,
+            block_size + np.arange(real) % block_size,
+            np.ones(num_reqs, dtype=np.int32),
+        )
+    zeros = torch.zeros(plan.num_tokens_padded, dtype=torch.int64, device=runner.device)
+    return runner.forward_context(plan, common), zeros
+
+
+def _decode_peak(runner: GPUModelRunner, num_reqs: int, context: int) -> int:
+    """The most that the model takes where each request runs one token."""
+    forward, zeros = _prepare(runner, num_reqs, num_reqs, context)
+    with forward, runner.platform.measure_peak(runner.device) as peak:
+        runner.model(zeros, zeros)
+    return peak.bytes
+
+
+def _peaks(
+    runner: GPUModelRunner, num_tokens: int, num_logits: int, num_reqs: int, num_scored: int, context: int = 1
+) -> Sequence[int]:
     """The most that the model, its output head, the sampler and the scoring of prompts take, one after the other."""
-    agreement = coordinate_batch_across_dp(num_tokens, step=-1, has_unfinished=False, pad_to_max=runner.pad_to_max)
-    plan = BatchPlan.make(agreement, 1)
-    measure, device = runner.platform.measure_peak, runner.device
-    zeros = torch.zeros(plan.num_tokens_padded, dtype=torch.int64, device=device)
-    across_dp = DPMetadata.make(plan.num_tokens_padded_across_dp, plan.dp_rank, plan.num_tokens_padded)
-    with set_forward_context(
-        None, dp_metadata=across_dp, batch_plan=plan, step_buffers=runner.step_buffers, step=plan.step
-    ):
+    measure, device, config = runner.platform.measure_peak, runner.device, runner.vllm_config
+    num_prompts = min(-(-num_tokens // config.model_config.max_model_len), config.scheduler_config.max_num_seqs)
+    forward_context, zeros = _prepare(runner, num_tokens, num_prompts, context)
+    with forward_context:
         with measure(device) as forward:
             hidden_states = runner.model(zeros, zeros)
         rows = zeros.new_zeros(num_logits)
@@ -65,25 +118,26 @@ def _peaks(runner: GPUModelRunner, num_tokens: int, num_logits: int, num_reqs: i
         with measure(device) as sampler:
             runner.sampler(logits[:num_reqs], _all_options(runner, num_reqs))
         with measure(device) as scoring:
-            runner.sampler.gather_logprobs(logits[:num_scored], runner.vllm_config.model_config.max_logprobs, rows)
+            runner.sampler.gather_logprobs(logits[:num_scored], config.model_config.max_logprobs, rows)
     return [each.bytes for each in (forward, head, sampler, scoring)]
 
 
 def _all_options(runner: GPUModelRunner, num_reqs: int) -> SamplingMetadata:
     """Every row sampled under every limit, and penalised for as many tokens as a request can have seen."""
     model, device = runner.vllm_config.model_config, runner.device
-    vocab_size = model.vocab_size
+    vocab_size, real = model.vocab_size, runner.input_batch.sampling.real
     seen = min(model.max_model_len, vocab_size)
     each = torch.ones(num_reqs, device=device)
     entry = torch.ones(num_reqs * seen, device=device)
     at = torch.arange(num_reqs * seen, device=device)
     return SamplingMetadata(
-        noise=each.double() / 2,
+        noise=each.to(real) / 2,
         temperature=each,
         greedy=each == 0,
         top_k=torch.full_like(each, max(vocab_size - 1, 1), dtype=torch.int64),
         max_top_k=max(vocab_size - 1, 1),
-        top_p=each.double() / 2,
+        top_p=each.to(real) / 2,
+        top_p_alone=True,
         min_p=each / vocab_size,
         penalties=Penalties(TokenEntries(at // seen, at % seen), entry, entry.clone(), entry.clone(), entry.clone()),
     )

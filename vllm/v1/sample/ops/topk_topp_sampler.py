@@ -12,6 +12,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from vllm.v1.sample.metadata import SamplingMetadata
+
 _BLOCK = 256
 # So many of the largest logits are looked at first: nearly always they hold the mass that top_p asks for.
 _SELECT = 512
@@ -64,24 +66,27 @@ def _largest(logits: torch.Tensor, width: int) -> torch.Tensor:
     return logits.sort(dim=1, descending=True).values
 
 
+def _widths(vocab_size: int, metadata: SamplingMetadata, device: torch.device) -> tuple[int, ...]:
+    """How many of the largest logits to look at, one after the other until all limits are found in them. A device would
+    make the host wait for that answer, so there it is what is sure to suffice."""
+    if device.type == "cpu":
+        return min(vocab_size, max(_SELECT, metadata.max_top_k)), vocab_size
+    return (vocab_size if metadata.top_p_alone else min(vocab_size, metadata.max_top_k),)
+
+
 def limit_threshold(
-    logits: torch.Tensor,
-    total: torch.Tensor,
-    top_k: torch.Tensor | None,
-    max_top_k: int,
-    top_p: torch.Tensor | None,
-    floor: torch.Tensor | None,
+    logits: torch.Tensor, total: torch.Tensor, metadata: SamplingMetadata, floor: torch.Tensor | None
 ) -> torch.Tensor:
     """The value [R, 1] that a logit must reach to be sampled; -inf for a row without limits.
 
-    ``logits`` [R, V] fp32, after the temperature. What is below ``floor`` [R, 1] is out. Of the rest the ``top_k`` [R]
-    int64 largest are kept (V: all; ``max_top_k``: the most of the other rows), and of those the fewest likeliest whose
-    share is at least ``top_p`` [R] fp64, never none. ``total`` [R, 1] is the sum of exp(logit - largest logit) from the
-    floor on. Being a value, the threshold treats equal logits alike and is the same whatever other rows need.
+    ``logits`` [R, V] fp32, after the temperature. What is below ``floor`` [R, 1] is out. Of the rest the ``top_k``
+    largest are kept, and of those the fewest likeliest whose share is at least ``top_p``, never none. ``total`` [R, 1]
+    is the sum of exp(logit - largest logit) from the floor on. Being a value, the threshold treats equal logits alike
+    and is the same whatever other rows need.
     """
-    vocab_size = logits.shape[1]
+    vocab_size, top_k, top_p = logits.shape[1], metadata.top_k, metadata.top_p
     k = torch.full_like(total, vocab_size, dtype=torch.int64) if top_k is None else top_k[:, None]
-    for width in (min(vocab_size, max(_SELECT, max_top_k)), vocab_size):
+    for width in _widths(vocab_size, metadata, logits.device):
         largest = _largest(logits, width)
         last = k - 1
         if top_p is not None:
@@ -89,11 +94,11 @@ def limit_threshold(
             mass = (largest - largest[:, :1]).exp_()
             if floor is not None:
                 keep_from(floor, largest, mass)
-            mass = mass.cumsum(dim=1, dtype=torch.float64)
+            mass = mass.cumsum(dim=1, dtype=total.dtype)
             needed = p * torch.where(k < vocab_size, mass.gather(1, last.clamp(max=width - 1)), total)
             reached = torch.searchsorted(mass, needed)
             last = torch.where(p < 1, torch.minimum(last, reached), last)
-        if width == vocab_size or bool(((last < width) | (last == vocab_size - 1)).all()):
+        if not logits.is_cpu or width == vocab_size or bool(((last < width) | (last == vocab_size - 1)).all()):
             break
     threshold = largest.gather(1, last.clamp(max=width - 1))
     return torch.where(last < vocab_size - 1, threshold, -torch.inf)
@@ -102,17 +107,18 @@ def limit_threshold(
 def random_choice(weights: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose token i of row r with probability ``weights[r, i] / weights[r].sum()``.
 
-    ``weights`` [R, V] fp32 >= 0, ``noise`` [R] fp64 in [0, 1). Inverse of the cumulative distribution, so that one
-    number decides a row. Returns the tokens [R] int64 and whether the row had any finite weight, [R] bool.
+    ``weights`` [R, V] fp32 >= 0, ``noise`` [R] in [0, 1), of the type that sums are taken in. Inverse of the cumulative
+    distribution, so that one number decides a row. Returns the tokens [R] int64 and whether the row had any finite
+    weight, [R] bool.
     """
-    blocks = block_sums(weights).cumsum(dim=1, dtype=torch.float64)
+    blocks = block_sums(weights).cumsum(dim=1, dtype=noise.dtype)
     total = blocks[:, -1:]
     block, target = _pick(blocks, noise[:, None] * total)
     before = torch.where(block > 0, blocks.gather(1, (block - 1).clamp_(min=0)), 0.0)
     token_ids = _token_ids_of(block)
     vocab_size = weights.shape[1]
     within = weights.gather(1, token_ids.clamp(max=vocab_size - 1)) * (token_ids < vocab_size)
-    index, _ = _pick(within.cumsum(dim=1, dtype=torch.float64), target - before)
+    index, _ = _pick(within.cumsum(dim=1, dtype=noise.dtype), target - before)
     return token_ids.gather(1, index)[:, 0], (total[:, 0] > 0) & total[:, 0].isfinite()
 
 
