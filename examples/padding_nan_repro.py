@@ -99,10 +99,12 @@ def unwritten_tail() -> Any:
     layer."""
     honest = ops.paged_attention
 
-    def of_real_rows(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, starts: Tensor, *rest: Any) -> None:
+    def of_real_rows(
+        q: Tensor, keys: Tensor, values: Tensor, table: Tensor, starts: Tensor, *rest: Any, **host: Any
+    ) -> None:
         lengths, scale, out, window = rest
         real = int(starts[-1])
-        honest(q[:real], keys, values, table, starts, lengths, scale, out[:real], window)
+        honest(q[:real], keys, values, table, starts, lengths, scale, out[:real], window, **host)
 
     stack = ExitStack()
     stack.enter_context(mock.patch.object(attention, "zero_padding_rows"))

@@ -53,9 +53,9 @@ def leave_tail(repro: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(repro.attention, "zero_padding_rows", lambda output, num_actual_tokens: None)
     honest = repro.ops.paged_attention
 
-    def of_real_rows(q: Any, keys: Any, values: Any, table: Any, starts: Any, *rest: Any) -> None:
+    def of_real_rows(q: Any, keys: Any, values: Any, table: Any, starts: Any, *rest: Any, **host: Any) -> None:
         lengths, scale, out, window = rest
-        honest(q[: starts[-1]], keys, values, table, starts, lengths, scale, out[: starts[-1]], window)
+        honest(q[: starts[-1]], keys, values, table, starts, lengths, scale, out[: starts[-1]], window, **host)
 
     patch.setattr(repro.ops, "paged_attention", of_real_rows)
 

@@ -107,9 +107,9 @@ def attend_real_rows_only() -> None:
 
     honest = ops.paged_attention
 
-    def of_real_rows(q: Any, keys: Any, values: Any, table: Any, starts: Any, *rest: Any) -> None:
+    def of_real_rows(q: Any, keys: Any, values: Any, table: Any, starts: Any, *rest: Any, **host: Any) -> None:
         lengths, scale, out, window = rest
         real = int(starts[-1])
-        honest(q[:real], keys, values, table, starts, lengths, scale, out[:real], window)
+        honest(q[:real], keys, values, table, starts, lengths, scale, out[:real], window, **host)
 
     ops.paged_attention = of_real_rows

@@ -16,7 +16,7 @@ from gdn_cases import check, make_case
 
 pytest.importorskip("triton")
 from vllm.kernels import fla, packages, reference_gdn, table
-from vllm.kernels.triton import gdn
+from vllm.kernels.triton import gdn, norms
 
 
 def naive(q: Any, k: Any, v: Any, g: Any, beta: Any, scale: float, initial_state: Any, cu_seqlens: Any) -> Any:
@@ -104,6 +104,7 @@ def test_the_host_asks_the_device_for_nothing(monkeypatch: pytest.MonkeyPatch) -
     kernel = lambda q, k, v, initial_state, **_: (torch.empty_like(v), torch.empty_like(initial_state))  # noqa: E731
     monkeypatch.setattr(fla, "kernel_package", lambda _: types.SimpleNamespace(chunk_gated_delta_rule=kernel))
     monkeypatch.setattr(gdn, "causal_conv1d", lambda x, *_: torch.empty_like(x))
+    monkeypatch.setattr(norms, "rms_norm_gated", lambda x, *_: torch.empty_like(x))
     case = make_case((1, 2, 4, 4, 4), torch.bfloat16, [3, 1, 0], [2, 1, 0], num_pads=1)
     assert fla.gated_delta_net(*case.fresh("meta"), case.query_start_loc).shape == (5, 8)
 

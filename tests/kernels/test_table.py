@@ -124,7 +124,7 @@ def test_a_refusal_runs_the_twin_and_is_said_once(
         assert torch.equal(ops.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
     said = [record.getMessage() for record in log.records if "rows of 48" in record.getMessage()]
     assert len(said) == 1
-    assert "plain torch runs in its place" in said[0]
+    assert "reference runs in its place, plain torch, far slower" in said[0]
 
 
 def test_weights_are_read_by_what_packed_them(chosen: Callable[..., dict[str, str]]) -> None:
@@ -198,3 +198,32 @@ def test_a_kernel_that_fails_its_check_is_not_taken(
     assert used["rms_norm"] == "triton"
     assert used["silu_and_mul"] == "reference"
     assert "silu_and_mul by triton fails its check on cuda: ZeroDivisionError" in log.text
+
+
+def test_a_refusal_goes_down_the_row(monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
+    """xpu refuses, triton is not installed, fla takes it."""
+    calls = []
+
+    def implementation(name: str) -> SimpleNamespace:
+        def run(*args: Any) -> str:
+            calls.append(name)
+            if name == "xpu":
+                raise NotImplementedError("a state of another shape")
+            return name
+
+        return SimpleNamespace(gated_delta_net=run)
+
+    modules = {name: implementation(name) for name in ("xpu", "fla", "triton", "reference")}
+    monkeypatch.setattr(table, "_module", modules.__getitem__)
+    monkeypatch.setattr(table, "_obstacle", lambda name, *_: "absent" if name == "triton" else None)
+    monkeypatch.setattr(table, "TABLE", {"gated_delta_net": ("", "", "xpu triton fla")})
+    table.choose.cache_clear()
+    choice = table.choose("xpu")["gated_delta_net"]
+    assert choice.implementation == "xpu"
+    for _ in range(2):
+        with pytest.raises(NotImplementedError) as refusal:
+            choice.function()
+        assert table.run_another(choice, refusal.value) == "fla"
+    assert calls == ["xpu", "fla"] * 2
+    told = [record.getMessage() for record in log.records if "another shape" in record.getMessage()]
+    assert told == ["gated_delta_net by xpu: a state of another shape; fla runs in its place"]

@@ -2,7 +2,7 @@
 """The engine with every operator that Triton has from Triton, in its interpreter: transformers' tokens, fp32.
 
 Rows are padded, chunks are cut, every byte that is not written is NaN. The interpreter takes seconds for a step, so the
-loads are small; the same kernels meet many more shapes in tests/kernels/triton.
+loads are small; the same kernels meet many more shapes in tests/kernels/triton_kernels.
 """
 
 from __future__ import annotations

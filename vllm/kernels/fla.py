@@ -12,7 +12,6 @@ from torch import Tensor
 
 from vllm.kernels.packages import kernel_package
 from vllm.kernels.padding import with_rows
-from vllm.kernels.reference_gdn import rms_norm_gated_ref
 from vllm.kernels.weights import GDNWeights
 
 _CHUNK = 64
@@ -69,7 +68,7 @@ def gated_delta_net(
     query_start_loc_cpu: Tensor | None = None,
 ) -> Tensor:
     """Steps with prompts; those of decodes alone, or without the host's copy of query_start_loc, are ``triton``'s."""
-    from vllm.kernels.triton import gdn
+    from vllm.kernels.triton import gdn, norms
 
     lengths = query_start_loc_cpu.diff() if query_start_loc_cpu is not None else torch.zeros(0)
     if not bool((lengths > 1).any()):
@@ -96,6 +95,6 @@ def gated_delta_net(
     )
     live = (slots > 0).repeat_interleave(starts.diff(), output_size=real)
     out = x_TN.new_zeros(x_TN.shape[0], weights.value_dim)
-    normed = rms_norm_gated_ref(o.float(), z, weights.norm_weight_E, weights.eps).flatten(1)
+    normed = norms.rms_norm_gated(o, z, weights.norm_weight_E, weights.eps).flatten(1)
     out[:real] = torch.where(live[:, None], normed, 0)
     return out

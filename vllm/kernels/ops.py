@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from vllm.kernels import memory, weights
-from vllm.kernels.table import choose, reference_for
+from vllm.kernels.table import choose, run_another
 from vllm.kernels.weights import GDNWeights, PackedExperts, PackedWeight
 
 
 def _run(operator: str, x: Tensor, *args: Any) -> Any:
-    device_type = "cpu" if x.is_cpu else x.device.type
+    choice = choose("cpu" if x.is_cpu else x.device.type)[operator]
     try:
-        return choose(device_type)[operator].function(x, *args)
+        return choice.function(x, *args)
     except NotImplementedError as refusal:
-        return reference_for(operator, device_type, refusal)(x, *args)
+        return run_another(choice, refusal, x, *args)
 
 
 @functools.cache
@@ -140,6 +140,8 @@ def paged_attention(
     num_reqs: int | None = None,
     sinks: Tensor | None = None,
     soft_cap: float = 0.0,
+    query_start_loc_cpu: Tensor | None = None,
+    seq_lens_cpu: Tensor | None = None,
 ) -> None:
     """Causal grouped-query attention over the paged cache, prefill and decode mixed; the new keys are in the cache.
 
@@ -157,10 +159,12 @@ def paged_attention(
         num_reqs: R; by default ``query_start_loc.shape[0] - 1``.
         sinks: [H], the logit of one more column of each head's softmax, which has a weight and no value.
         soft_cap: where it is not 0, a score s becomes ``soft_cap * tanh(s / soft_cap)``; the sinks do not.
+        query_start_loc_cpu, seq_lens_cpu: the same on the host. Some kernels take sizes from there, and would wait for
+            the device without them; none may, where a step is to be captured.
     """
     _run(
         "paged_attention", q_THD, key_cache, value_cache, block_table, query_start_loc, seq_lens, scale, out_THD,
-        sliding_window, num_reqs, sinks, soft_cap,
+        sliding_window, num_reqs, sinks, soft_cap, query_start_loc_cpu, seq_lens_cpu,
     )  # fmt: skip
 
 

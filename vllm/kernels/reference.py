@@ -87,12 +87,15 @@ def paged_attention(
     num_reqs: int | None = None,
     sinks: Tensor | None = None,
     soft_cap: float = 0.0,
+    query_start_loc_cpu: Tensor | None = None,
+    seq_lens_cpu: Tensor | None = None,
 ) -> None:
     """A NaN among a chunk's own new keys or values may reach earlier rows of the chunk."""
     wide = torch.promote_types(q_THD.dtype, torch.float32)
     block_size, device = key_cache.shape[2], q_THD.device
     R = query_start_loc.shape[0] - 1 if num_reqs is None else num_reqs
-    starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
+    starts = (query_start_loc if query_start_loc_cpu is None else query_start_loc_cpu).tolist()
+    lengths = (seq_lens if seq_lens_cpu is None else seq_lens_cpu).tolist()
     for r in range(R):
         first, last, length = starts[r], starts[r + 1], lengths[r]
         if length == 0 or first == last:

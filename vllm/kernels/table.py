@@ -32,7 +32,7 @@ TABLE = {
     "embedding":          ("cpu", "triton",     "triton"),
     "rms_norm":           ("cpu", "triton",     "xpu triton"),
     "fused_add_rms_norm": ("cpu", "triton",     "xpu triton"),
-    "silu_and_mul":       ("cpu", "triton",     "xpu triton"),
+    "silu_and_mul":       ("cpu", "triton",     "triton xpu"),
     "rotary_embedding":   ("cpu", "triton",     "xpu triton"),
     "reshape_and_cache":  ("cpu", "triton",     "xpu triton"),
     "paged_attention":    ("cpu", "triton",     "xpu triton"),
@@ -53,10 +53,18 @@ class Choice:
     """``module`` implements ``operator`` for one device type; ``reason`` says why it and none before it."""
 
     operator: str
+    device_type: str
     implementation: str
     module: Any
     function: Callable[..., Any]
     reason: str
+    others: tuple[str, ...]
+
+    @functools.cached_property
+    def followers(self) -> list[tuple[str, Callable[..., Any]]]:
+        """What may run where the chosen one refuses its arguments, in order: the rest of the row, plain torch."""
+        usable = [name for name in self.others if _obstacle(name, self.operator, self.device_type) is None]
+        return [(name, getattr(_module(name), self.operator)) for name in (*usable, "reference")]
 
 
 def why_not(implementation: str, device_type: str) -> str | None:
@@ -143,22 +151,29 @@ def choose_anew(device_type: str) -> dict[str, Choice]:
 
 
 def _choice(operator: str, device_type: str, wanted: Wishes) -> Choice:
+    row = tuple(TABLE[operator][DEVICES.index(device_type)].split()) if device_type in DEVICES else ()
+
+    def taken(implementation: str, reason: str) -> Choice:
+        module = _module(implementation)
+        others = row[row.index(implementation) + 1 :] if implementation in row else ()
+        function = getattr(module, operator)
+        return Choice(operator, device_type, implementation, module, function, reason, others)
+
     if (wish := wanted.single.get(operator)) is not None:
         if (obstacle := _obstacle(wish, operator, device_type)) is not None:
             raise ValueError(f"{operator}={wish} was asked for, but {obstacle}")
-        return _taken(operator, wish, "asked for")
+        return taken(wish, "asked for")
     if wanted.for_all is not None:
         if (obstacle := why_not(wanted.for_all, device_type)) is not None:
             raise ValueError(f"VLLM_KERNELS={wanted.for_all} was asked for, but {obstacle}")
         if _obstacle(wanted.for_all, operator, device_type) is None:
-            return _taken(operator, wanted.for_all, "asked for")
-    row = TABLE[operator][DEVICES.index(device_type)] if device_type in DEVICES else ""
+            return taken(wanted.for_all, "asked for")
     passed: list[str] = []
-    for implementation in row.split():
+    for implementation in row:
         if (obstacle := _obstacle(implementation, operator, device_type)) is None:
-            return _taken(operator, implementation, "; ".join(passed) or "first choice")
+            return taken(implementation, "; ".join(passed) or "first choice")
         passed.append(obstacle)
-    return _taken(operator, "reference", "; ".join(passed) or "the only one")
+    return taken("reference", "; ".join(passed) or "the only one")
 
 
 def _obstacle(implementation: str, operator: str, device_type: str) -> str | None:
@@ -181,18 +196,20 @@ def _module(implementation: str) -> Any:
     return importlib.import_module(f"vllm.kernels.{implementation}")
 
 
-def _taken(operator: str, implementation: str, reason: str) -> Choice:
-    module = _module(implementation)
-    return Choice(operator, implementation, module, getattr(module, operator), reason)
-
-
 _refused: set[str] = set()
 
 
-def reference_for(operator: str, device_type: str, refusal: NotImplementedError) -> Callable[..., Any]:
-    """The plain torch operator in the place of one that refused its arguments, which is said once for each reason."""
-    if str(refusal) not in _refused:
-        _refused.add(str(refusal))
-        used = choose(device_type)[operator].implementation
-        logger.warning("%s by %s: %s; plain torch runs in its place, far slower", operator, used, refusal)
-    return getattr(_module("reference"), operator)
+def run_another(choice: Choice, refusal: NotImplementedError, *args: Any) -> Any:
+    """The operator by the first implementation after ``choice``'s that does not refuse ``args`` as that one did; each
+    refusal is said once."""
+    used = choice.implementation
+    for name, function in choice.followers:
+        if f"{used} {refusal}" not in _refused:
+            _refused.add(f"{used} {refusal}")
+            slower = ", plain torch, far slower" if name == "reference" else ""
+            logger.warning("%s by %s: %s; %s runs in its place%s", choice.operator, used, refusal, name, slower)
+        try:
+            return function(*args)
+        except NotImplementedError as error:
+            used, refusal = name, error
+    raise refusal

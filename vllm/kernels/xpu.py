@@ -179,6 +179,8 @@ def paged_attention(
     out_THD: Tensor,
     sliding_window: int = 0,
     num_reqs: int | None = None,
+    sinks: Tensor | None = None,
+    soft_cap: float = 0.0,
     query_start_loc_cpu: Tensor | None = None,
     seq_lens_cpu: Tensor | None = None,
 ) -> None:
@@ -188,6 +190,8 @@ def paged_attention(
     A request without rows would be taken for a decode, whose row is that of the next request or lies past the end: the
     kernel sees the requests that have rows, and no row past theirs.
     """
+    if sinks is not None or soft_cap:
+        raise NotImplementedError(f"attention with sinks or soft_cap={soft_cap} is not bound to vllm-xpu-kernels")
     H, D = q_THD.shape[1:]
     J, block_size = key_cache.shape[1:3]
     _check_compiled(H, J, D, block_size, sliding_window > 0, q_THD.dtype)

@@ -356,6 +356,8 @@ def paged_attention(
     num_reqs: int | None = None,
     sinks: Tensor | None = None,
     soft_cap: float = 0.0,
+    query_start_loc_cpu: Tensor | None = None,
+    seq_lens_cpu: Tensor | None = None,
 ) -> None:
     kernels = _kernels()
     if sinks is not None or soft_cap:

@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm.kernels.triton.cards import shared_memory
+
 LOG2_E = math.log2(math.e)
 ANY = 2**31 - 1
 MAX_HEAD_SIZE, MAX_VALUE_SIZE = 576, 512
@@ -327,13 +329,6 @@ def _fitting(plan: Plan, D: int, DV: int, itemsize: int, memory: int) -> Plan:
     return plan._replace(keys=keys, stages=stages)
 
 
-def _shared_memory(device: torch.device) -> int:
-    """Bytes that a program may stage its operands in."""
-    if device.type != "cuda":
-        return 128 << 10
-    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 99 << 10))
-
-
 class Cut(NamedTuple):
     """A launch for the requests of ``fewest`` to ``most`` queries. ``search``: their tiles are looked for among those
     of all requests, else each request has one."""
@@ -384,6 +379,8 @@ def paged_attention(
     num_reqs: int | None = None,
     sinks: Tensor | None = None,
     soft_cap: float = 0.0,
+    query_start_loc_cpu: Tensor | None = None,
+    seq_lens_cpu: Tensor | None = None,
 ) -> None:
     """The operator for any block size. The value cache may be a view of the key cache.
 
@@ -430,7 +427,7 @@ def paged_attention(
     longest = block_table.shape[1] * block_size
     few = _plan_few(R, G, J, D, DV, dtype, min(longest, sliding_window or longest), interpreted)
     many = _plan_many(D, DV, dtype, interpreted)
-    memory = _shared_memory(q_THD.device)
+    memory = shared_memory(q_THD.device)
     few, many = (_fitting(plan, D, DV, dtype.itemsize, memory) for plan in (few, many))
     d1, d2 = _widths(D)
     dvp = max(triton.next_power_of_2(DV), 16)

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm.kernels.triton.cards import shared_memory
 from vllm.kernels.weights import PackedExperts
 
 
@@ -198,13 +199,6 @@ def _tiles(T: int, S: int, E: int, dtype: torch.dtype, interpreted: bool) -> Til
     return Tiles(128, 256, 64, 8, 4)
 
 
-def _shared_memory(device: torch.device) -> int:
-    """Bytes that a program may stage its operands in."""
-    if device.type != "cuda":
-        return 128 << 10
-    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 99 << 10))
-
-
 def fused_experts(
     x_TD: Tensor,
     w13: PackedExperts,
@@ -220,13 +214,15 @@ def fused_experts(
     among calls that get the same tiles (``_tiles``: always in float32), and else within rounding.
 
     Raises:
-        NotImplementedError: a dtype other than float32, bfloat16 and float16.
+        NotImplementedError: a dtype other than float32, bfloat16 and float16, weights in another order of memory.
     """
     T, D = x_TD.shape
     S, E, I = topk_ids_TS.shape[1], w13.E, w2.K
     dtype = x_TD.dtype
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise NotImplementedError(f"experts of {dtype}: the kernel knows float32, bfloat16 and float16")
+    if (last := (w13.data.stride(-1), w2.data.stride(-1))) != (1, 1):
+        raise NotImplementedError(f"weights of last strides {last}, needed 1: they are in another kernel's order")
     assert w13.kind == w2.kind == "plain", f"w13 is packed as {w13.kind}, w2 as {w2.kind}; needed plain"
     assert w13.gated and not w2.gated, f"w13 gated {w13.gated}, w2 gated {w2.gated}"  # noqa: PT018
     assert (w13.N, w13.K, w2.E, w2.N, w13.dtype, w2.dtype) == (2 * I, D, E, D, dtype, dtype), (
@@ -239,8 +235,8 @@ def fused_experts(
         out = x_TD.new_empty(T, D)
     assert out.shape == (T, D), f"out is {out.shape}, needed {(T, D)}"
     assert out.dtype is dtype, f"out is {out.dtype}, x {dtype}"
-    last = x_TD.stride(1), out.stride(1), w13.data.stride(2), w2.data.stride(2)
-    assert last == (1, 1, 1, 1), f"last strides of x, out, w13, w2 are {last}, needed 1"
+    last = x_TD.stride(1), out.stride(1)
+    assert last == (1, 1), f"last strides of x and out are {last}, needed 1"
     P = T * S
     if not P * E:
         return out.zero_()
@@ -249,7 +245,7 @@ def fused_experts(
     interpreted = triton.knobs.runtime.interpret
     tiles = _tiles(T, S, E, dtype, interpreted)
     staged = (tiles.rows + tiles.columns) * tiles.depth * dtype.itemsize
-    stages = max(2, min(tiles.stages, _shared_memory(x_TD.device) // staged))
+    stages = max(2, min(tiles.stages, shared_memory(x_TD.device) // staged))
     # Every expert with pairs has one tile that may not be full; the rest of the pairs fill theirs.
     num_tiles = min(P, E) + (P - min(P, E)) // tiles.rows
     order, starts, cut = (ids.new_empty(n, dtype=torch.int32) for n in (P, E + 1, 3 * num_tiles))

@@ -159,7 +159,9 @@ def gated_delta_net(
     assert recurrent_state.shape == (slots, H, D, E) and recurrent_state.dtype is torch.float32, (
         f"states are {recurrent_state.shape} {recurrent_state.dtype}, needed {(slots, H, D, E)} float32"
     )
-    assert conv_state.is_contiguous() and recurrent_state.is_contiguous(), "the state pools must be contiguous"
+    if not recurrent_state.is_contiguous():
+        raise NotImplementedError(f"states of strides {recurrent_state.stride()}: another kernel's order of memory")
+    assert conv_state.is_contiguous(), f"kept rows of strides {conv_state.stride()}"
     assert query_start_loc.shape == (R + 1,), f"{R} slots for {query_start_loc.shape[0]} starts"
     out = x_TN.new_zeros(T, H * E)
     y = causal_conv1d(x_TN[:, : weights.conv_dim], weights.conv_weight_KC, conv_state, query_start_loc, state_indices)

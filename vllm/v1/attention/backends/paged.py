@@ -31,6 +31,8 @@ class PagedAttentionImpl(AttentionImpl):
             self.scale,
             output,
             self.sliding_window,
+            query_start_loc_cpu=metadata.query_start_loc_cpu,
+            seq_lens_cpu=metadata.seq_lens_cpu,
         )
 
     def workspace_bytes(self, num_tokens: int, max_model_len: int, dtype: torch.dtype) -> int:

@@ -284,7 +284,7 @@ from vllm.kernels.triton import experts
 from vllm.kernels.weights import PackedExperts
 
 capability, shared = map(int, sys.argv[1:])
-experts._shared_memory = lambda device: shared
+experts.shared_memory = lambda device: shared
 
 def call(dtype, T, E, I, D, S, index=torch.int32):
     empty = lambda *shape, dtype=dtype: torch.empty(*shape, dtype=dtype, device="meta")

@@ -350,7 +350,7 @@ import sys, torch, compiling
 from vllm.kernels.triton import attention
 
 capability, shared = map(int, sys.argv[1:])
-attention._shared_memory = lambda device: shared
+attention.shared_memory = lambda device: shared
 
 def call(dtype, T, R, H, J, D, DV, block_size=16, window=0, sinks=False, soft_cap=0.0):
     empty = lambda *shape, dtype=dtype: torch.empty(*shape, dtype=dtype, device="meta")
