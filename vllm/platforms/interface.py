@@ -176,7 +176,7 @@ class Platform:
         return policies_of(self.device_type)
 
     def get_device(self, local_rank: int) -> torch.device:
-        """The device of a node's ``local_rank``: that index among the visible ones, from the first on again over Gloo."""
+        """The device of a node's ``local_rank``: that index among the visible ones, over Gloo modulo their number."""
         count = self.device_count() if self.group_backend == "gloo" else None
         return torch.device(self.device_type, local_rank % count if count else local_rank)
 

@@ -103,7 +103,7 @@ class DeviceCommunicatorBase:
         return record_collective(op, self.unique_name, self.ranks, self.global_rank, tensors, path=path, sizes=sizes)
 
     def _run(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Run a collective of torch.distributed, whose first tensor takes the result, on the device group; a wait of the
+        """Run a collective of torch.distributed on the device group, its first tensor taking the result; a wait of the
         host can be given up."""
         if self.by_way_of_host:
             self._run_on_host(collective, *args, **kwargs)
