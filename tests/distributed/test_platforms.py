@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from vllm import platforms
 from vllm.distributed import destroy_distributed_environment, init_distributed_environment
+from vllm.entrypoints.cli import collect_env
 from vllm.platforms import (
     POLICIES,
     CpuPlatform,
@@ -93,6 +94,8 @@ def test_an_unknown_backend_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("VLLM_DIST_BACKEND", "ncl")
     with pytest.raises(ValueError, match=r"VLLM_DIST_BACKEND='ncl': on xpu choose one of \['xccl', 'gloo'\]"):
         XpuPlatform().check_device_count(1)
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
+    assert "choose one of ['gloo']" in collect_env.collect()["communication"]["used"], "the report says so and goes on"
     monkeypatch.setenv("VLLM_DIST_BACKEND", "xccl")
     assert XpuPlatform().group_backend == "xccl"
     monkeypatch.delenv("VLLM_DIST_BACKEND")
