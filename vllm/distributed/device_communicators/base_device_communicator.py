@@ -90,6 +90,8 @@ class DeviceCommunicatorBase:
         self.by_way_of_host = (
             self.device.type != "cpu" and device_group is not None and dist.get_backend(device_group) == "gloo"
         )
+        if self.by_way_of_host:
+            self.barrier_takes_device = False
 
     # -- helpers
 
@@ -280,6 +282,6 @@ class DeviceCommunicatorBase:
         if self.world_size == 1:
             return
         # Without device_ids the accelerators' backends guess an index from the global rank, which can hang.
-        names_device = self.barrier_takes_device and not self.by_way_of_host
+        device_ids = [self.device.index or 0] if self.barrier_takes_device else None
         with self._recorded("barrier", ()):
-            self._run(dist.barrier, device_ids=[self.device.index or 0] if names_device else None)
+            self._run(dist.barrier, device_ids=device_ids)
