@@ -4,13 +4,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint mutants clean
+.PHONY: demo test device lint mutants clean
 
 demo: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node=4 examples/offline_inference/xpu_arc_b60_dp_ep.py
 
 test: $(INSTALLED) lint
 	$(BIN)/python -m pytest
+
+# With the interpreter at hand (PYTHON=...), whose torch is the one for the card: torch, triton, transformers,
+# safetensors, pytest and numpy are enough, and nothing is fetched or built.
+device:
+	$(PYTHON) -m pytest -m device tests/devices
 
 # Faults of one line, each run against the tests that must see it: an hour on two cores.
 mutants: $(INSTALLED)

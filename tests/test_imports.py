@@ -18,7 +18,7 @@ LAYERS = [
     "vllm.launchers vllm.envs vllm.logger vllm.version vllm.utils vllm.usage",
     "vllm.logprobs vllm.inputs vllm.sampling_params vllm.lora vllm.outputs vllm.sequence vllm.v1.metrics"
     " vllm.v1.outputs vllm.v1.request",
-    "vllm.platforms",
+    "vllm.platforms vllm.v1.transfers",
     "vllm.kernels vllm._custom_ops",
     "vllm.forward_context vllm.distributed",
     # files of weights, read by what understands them

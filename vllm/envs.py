@@ -70,6 +70,10 @@ VARIABLES: dict[str, tuple[Callable[[], Any], str]] = {
     "VLLM_KERNELS": (_text("VLLM_KERNELS"), "implementations by name, for all operators or operator=name,…"),
     "VLLM_ATTENTION_BACKEND": (_text("VLLM_ATTENTION_BACKEND"), "attention backend by name; empty = the device's own"),
     "VLLM_POLICIES": (_text("VLLM_POLICIES"), "take the parallel policies of this platform (cpu, xpu, cuda)"),
+    "VLLM_DIST_BACKEND": (
+        _text("VLLM_DIST_BACKEND"),
+        "torch.distributed's backend of the device groups; empty = the device's own, gloo lets ranks share a device",
+    ),
     "VLLM_DP_PAD_TO_MAX": (_switch("VLLM_DP_PAD_TO_MAX", None), "pad every DP rank to the largest token count"),
     "VLLM_ORDERED_SUMS": (_switch("VLLM_ORDERED_SUMS", None), "sum over ranks in rank order"),
     "VLLM_DEBUG_NAN": (_text("VLLM_DEBUG_NAN"), "tell the first NaN and whose it is: 0, 1, raise or abort"),

@@ -34,6 +34,8 @@ KINDS: dict[str, tuple[type[DeviceCommunicatorBase], dict[str, Any]]] = {
     "xpu": (XpuCommunicator, {}),
     "xpu-ordered-sums": (XpuCommunicator, {"ordered_sums": True}),
     "cuda": (CudaCommunicator, {}),
+    "xpu-by-way-of-host": (XpuCommunicator, {"device": torch.device("xpu", 0)}),
+    "cuda-by-way-of-host": (CudaCommunicator, {"device": torch.device("cuda", 0)}),
 }
 SIZES = {2: [[3, 5], [26, 30], [0, 9], [4, 4], [1, 200]], 4: [[3, 5, 2, 4], [13, 13, 15, 15], [3, 0, 2, 4], [6] * 4]}
 DTYPES = [
@@ -56,7 +58,28 @@ def _communicator(kind: str, ranks: list[int] | None = None, name: str = "ep:0")
     cls, options = KINDS[kind]
     ranks = ranks or list(range(own_world()))
     pairs = [(dist.new_group(ranks, backend="gloo"), dist.new_group(ranks, backend="gloo"))]
-    return cls(pairs[0][0], torch.device("cpu"), pairs[0][1], name, ranks, own_rank(), **options)
+    options = {"device": torch.device("cpu"), **options}
+    comm = cls(pairs[0][0], device_group=pairs[0][1], unique_name=name, ranks=ranks, rank=own_rank(), **options)
+    if options["device"].type != "cpu":
+        _keep_device_memory_from_the_backend(comm)
+    return comm
+
+
+def _keep_device_memory_from_the_backend(comm: DeviceCommunicatorBase) -> None:
+    run = comm._run
+
+    def checked(collective: Any, *args: Any, **kwargs: Any) -> None:
+        on_device = {x.data_ptr() for x in args if isinstance(x, torch.Tensor)}
+
+        def on_host(*given: Any, **more: Any) -> Any:
+            reached = [x for x in given if isinstance(x, torch.Tensor) and x.data_ptr() in on_device]
+            assert not reached, f"{collective.__name__} over Gloo was given memory of {comm.device}"
+            assert "device_ids" not in more or more["device_ids"] is None, "Gloo's barrier knows no devices"
+            return collective(*given, **more)
+
+        run(on_host, *args, **kwargs)
+
+    comm._run = checked  # type: ignore[method-assign]
 
 
 def _input(rank: int, rows: int, trailing: tuple[int, ...], dtype: torch.dtype, salt: int = 0) -> torch.Tensor:

@@ -13,7 +13,18 @@ import torch.distributed as dist
 
 from vllm import platforms
 from vllm.distributed import destroy_distributed_environment, init_distributed_environment
-from vllm.platforms import POLICIES, CpuPlatform, CudaPlatform, XpuPlatform, get_platform, interface, policies_of, xpu
+from vllm.entrypoints.cli import collect_env
+from vllm.platforms import (
+    POLICIES,
+    CpuPlatform,
+    CudaPlatform,
+    XpuPlatform,
+    get_platform,
+    host_limits,
+    interface,
+    policies_of,
+    xpu,
+)
 
 
 @pytest.fixture
@@ -58,6 +69,37 @@ def test_case_22_cuda_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         CudaPlatform().check_device_count(2)
     CudaPlatform().check_device_count(1)
     CpuPlatform().check_device_count(64)
+
+
+@pytest.mark.usefixtures("two_xpus")
+def test_ranks_share_devices_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each then has its part of the device's memory."""
+    monkeypatch.setattr(torch.xpu, "mem_get_info", lambda device: (600, 1000), raising=False)
+    monkeypatch.setenv("VLLM_DIST_BACKEND", "gloo")
+    platform = XpuPlatform()
+    platform.check_device_count(4)
+    devices = [platform.get_device(local_rank) for local_rank in range(4)]
+    assert [device.index for device in devices] == [0, 1, 0, 1]
+    everyones = [platform.memory_limits(device, 0.9) for device in devices]
+    limit, sharers = host_limits.tightest(everyones[0], everyones)
+    assert (limit.free, sharers) == (500, 2)
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="but 0 are visible"):
+        platform.check_device_count(4)
+
+
+@pytest.mark.usefixtures("two_xpus")
+def test_an_unknown_backend_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_xccl_available", lambda: True, raising=False)
+    monkeypatch.setenv("VLLM_DIST_BACKEND", "ncl")
+    with pytest.raises(ValueError, match=r"VLLM_DIST_BACKEND='ncl': on xpu choose one of \['xccl', 'gloo'\]"):
+        XpuPlatform().check_device_count(1)
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
+    assert "choose one of ['gloo']" in collect_env._communication()["used"], "the report says so and goes on"
+    monkeypatch.setenv("VLLM_DIST_BACKEND", "xccl")
+    assert XpuPlatform().group_backend == "xccl"
+    monkeypatch.delenv("VLLM_DIST_BACKEND")
+    assert (XpuPlatform().group_backend, CpuPlatform().group_backend) == ("xccl", "gloo")
 
 
 @pytest.mark.usefixtures("two_xpus")

@@ -401,7 +401,7 @@ def _join(
         if not dist.is_initialized():
             # Of all that were launched, whatever a replica is: a trainer that asks later must not find less.
             dist.init_process_group(
-                backend or platform.dist_backend,
+                backend or platform.group_backend,
                 store=store,
                 world_size=world_size,
                 rank=rank,
@@ -447,7 +447,7 @@ def _make_group(
         device_group = cpu_group = None
         if len(ranks) > 1:
             device_group = dist.new_group(
-                ranks, timeout=collective_timeout(), backend=backend or _platform.dist_backend
+                ranks, timeout=collective_timeout(), backend=backend or _platform.group_backend
             )
             cpu_group = dist.new_group(ranks, timeout=collective_timeout(), backend="gloo")
         if rank in ranks:
@@ -499,6 +499,7 @@ def _check_same_layout(world: GroupCoordinator, tp: int, dp: int, enable_expert_
         "data_parallel_size": dp,
         "enable_expert_parallel": enable_expert_parallel,
         **asdict(_platform.policies),
+        "VLLM_DIST_BACKEND": envs.VLLM_DIST_BACKEND,
         "VLLM_CHECK_COLLECTIVES": envs.VLLM_CHECK_COLLECTIVES,
         "VLLM_DEBUG_NAN": envs.VLLM_DEBUG_NAN or "0",
     }

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.inputs import TokensPrompt, as_list, check_text
 from vllm.renderers.hf import resolve_chat_template
-from vllm.renderers.template_reader import Form, content_form, needs_content, takes_argument_objects
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from vllm.config import ModelConfig
+    from vllm.renderers.template_reader import Form
 
 _FORMATS = ("auto", "string", "openai")
 # Types of parts that hold text, and the key that it is under.
@@ -110,6 +110,8 @@ def _plain(value: Any) -> Any:
 
 def _message(index: int, given: Any, template: str, content_format: str, tools: bool) -> dict[str, Any]:
     """A copy of the message that has content and arguments in the form that ``template`` wants."""
+    from vllm.renderers.template_reader import content_form, needs_content, takes_argument_objects
+
     message, where = _plain(given), f"messages[{index}]"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"{given!r} is no chat message; give {{'role': 'user', 'content': '...'}}")

@@ -42,7 +42,7 @@ def tightest(mine: Sequence[Limit], everyones: Iterable[Sequence[Limit]]) -> tup
 
 def memory_limits(proc: Path = PROC) -> list[Limit]:
     """Bytes of host memory that this process can still get, under each limit that it has."""
-    page, machine = os.sysconf("SC_PAGE_SIZE"), _machine(proc)
+    page, machine = os.sysconf("SC_PAGE_SIZE"), this_machine(proc)
     available = re.search(r"^MemAvailable:\s*(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE)
     free = int(available[1]) * 1024 if available else os.sysconf("SC_AVPHYS_PAGES") * page
     limits = [Limit("the machine's memory", free, (machine, "memory"))]
@@ -60,7 +60,7 @@ def memory_limits(proc: Path = PROC) -> list[Limit]:
 
 def processor_limits(proc: Path = PROC) -> list[Limit]:
     """Processors that this process can keep busy, under each limit that it has."""
-    machine = _machine(proc)
+    machine = this_machine(proc)
     usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     limits = [Limit("the processors that this process may run on", len(usable), (machine, *usable))]
     for folder in control_groups("cpu", proc):
@@ -99,7 +99,7 @@ def control_groups(controller: str, proc: Path = PROC) -> list[Path]:
     return folders
 
 
-def _machine(proc: Path) -> str:
+def this_machine(proc: Path = PROC) -> str:
     """The same for all processes on one running kernel, whatever container they are in."""
     return next(iter(_lines(proc / "sys/kernel/random/boot_id")), platform.node())
 

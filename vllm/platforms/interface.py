@@ -13,7 +13,7 @@ import torch
 
 from vllm import envs
 from vllm.logger import init_logger
-from vllm.platforms.host_limits import Limit
+from vllm.platforms.host_limits import Limit, this_machine
 
 logger = init_logger(__name__)
 
@@ -85,6 +85,17 @@ class Platform:
         """Name of torch.distributed's backend for this device type."""
         raise NotImplementedError
 
+    @property
+    def group_backend(self) -> str:
+        """The backend of the device groups: ``VLLM_DIST_BACKEND``, or ``dist_backend`` where that is not set.
+
+        Over Gloo, which takes what is on a device by way of the host, ranks may share a device.
+        """
+        wanted, known = envs.VLLM_DIST_BACKEND or self.dist_backend, dict.fromkeys((self.dist_backend, "gloo"))
+        if wanted not in known:
+            raise ValueError(f"VLLM_DIST_BACKEND={wanted!r}: on {self.device_type} choose one of {[*known]}")
+        return wanted
+
     def import_dist_backend(self) -> None:
         """Import what registers the backend, where torch does not bring it."""
 
@@ -112,7 +123,8 @@ class Platform:
         included; on CPU, where others' memory is in sight as well, the share of what is free.
         """
         free, total = self.memory_info(device)
-        return [Limit(f"{utilization:.0%} of the memory of {device}", int(total * utilization) - (total - free))]
+        label = f"{utilization:.0%} of the memory of {device}"
+        return [Limit(label, int(total * utilization) - (total - free), (this_machine(), device.type, device.index))]
 
     def processor_limits(self) -> list[Limit]:
         """Processors that this process may compute on, by each limit; empty where it computes on a device."""
@@ -167,13 +179,14 @@ class Platform:
         return policies_of(self.device_type)
 
     def get_device(self, local_rank: int) -> torch.device:
-        """The device of a node's ``local_rank``: that index among the visible ones."""
-        return torch.device(self.device_type, local_rank)
+        """The device of a node's ``local_rank``: that index among the visible ones, over Gloo modulo their number."""
+        count = self.device_count() if self.group_backend == "gloo" else None
+        return torch.device(self.device_type, local_rank % count if count else local_rank)
 
     def check_device_count(self, local_world_size: int) -> None:
-        """Raise ``ValueError``, on every rank alike, when this node has fewer visible devices than ranks."""
+        """Raise ``ValueError``, on every rank alike, when this node has too few visible devices for its ranks."""
         count = self.device_count()
-        if count is None or count >= local_world_size:
+        if count is None or count >= (1 if self.group_backend == "gloo" else local_world_size):
             return
         variable = self.visible_devices_variable
         mask = os.environ.get(variable)
@@ -181,7 +194,8 @@ class Platform:
             f"{local_world_size} ranks on this node need a {self.device_type} device each, but {count} are visible"
             + (f" ({variable}={mask})" if mask is not None else "")
             + f": start {count} ranks, or let every rank see all devices of its node (unset {variable} or list "
-            f"{local_world_size} devices in it); each rank takes the device of its LOCAL_RANK"
+            f"{local_world_size} devices in it); each rank takes the device of its LOCAL_RANK. For a trial ranks can "
+            "share a device with VLLM_DIST_BACKEND=gloo, by way of the host's memory"
         )
 
     def report_environment(self) -> None:

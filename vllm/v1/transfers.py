@@ -27,6 +27,11 @@ def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
 
 
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Whether the host can look at values without waiting for a device."""
+    return tensor.device.type == "cpu"
+
+
 class Staging:
     """Which of ``num_sets`` sets of pinned memory a step's inputs are written to.
 

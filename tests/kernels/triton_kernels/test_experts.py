@@ -261,7 +261,7 @@ def test_what_the_kernel_refuses():
         experts.fused_experts(x, w13, w2, ids, weights.double())
     with pytest.raises(AssertionError, match="panels"):
         experts.fused_experts(x, PackedExperts(4, 32, 8, x.dtype, w13.data, "panels", True), w2, ids, weights)
-    with pytest.raises(AssertionError, match=r"strides.*\(2, 1, 1, 1\)"):
+    with pytest.raises(AssertionError, match=r"strides.*\(2, 1\)"):
         experts.fused_experts(torch.randn(8, 2).T, w13, w2, ids, weights)
 
 

@@ -3,7 +3,8 @@
 
 Every operation leaves its input bit-unchanged, takes any strides, and is one collective whatever it is given: a
 list of tensors travels as bytes in one gather, ragged sizes included. Where a backend has no sound uneven form the
-rows are padded with zeros on the way and dropped after. With ``ordered_sums`` every sum is taken in rank order, in
+rows are padded with zeros on the way and dropped after. Over Gloo what is on a device goes by way of the host, so that
+ranks can share one. With ``ordered_sums`` every sum is taken in rank order, in
 fp32 for 16-bit floats, so a row's result does not depend on where in the batch it stands; otherwise order and
 intermediate precision are the backend's.
 
@@ -86,6 +87,11 @@ class DeviceCommunicatorBase:
         self.rank_in_group = self.ranks.index(self.global_rank)
         if ordered_sums is not None:
             self.ordered_sums = ordered_sums
+        self.by_way_of_host = (
+            self.device.type != "cpu" and device_group is not None and dist.get_backend(device_group) == "gloo"
+        )
+        if self.by_way_of_host:
+            self.barrier_takes_device = False
 
     # -- helpers
 
@@ -99,12 +105,22 @@ class DeviceCommunicatorBase:
         return record_collective(op, self.unique_name, self.ranks, self.global_rank, tensors, path=path, sizes=sizes)
 
     def _run(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Run a collective of torch.distributed on the device group; a wait of the host can be given up."""
-        if self.device.type == "cpu":
+        """Run a collective of torch.distributed on the device group, its first tensor taking the result; a wait of the
+        host can be given up."""
+        if self.by_way_of_host:
+            self._run_on_host(collective, *args, **kwargs)
+        elif self.device.type == "cpu":
             wait_for(collective(*args, **kwargs, group=self.device_group, async_op=True), self.device_group)
         else:
             collective(*args, **kwargs, group=self.device_group)
             mark_queued(self.device)
+
+    def _run_on_host(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """With host copies in the tensors' places: copies to and from pageable memory wait for the device."""
+        host = [x.to("cpu", copy=True) if isinstance(x, torch.Tensor) else x for x in args]
+        wait_for(collective(*host, **kwargs, group=self.device_group, async_op=True), self.device_group)
+        if host:
+            args[0].copy_(host[0])
 
     def _check_sizes(self, sizes: Sequence[int] | None, rows: int, *, is_total: bool) -> tuple[list[int], bool]:
         """The rows of each rank, and whether all are equal. ``rows``: own rows, or (``is_total``) of all ranks."""

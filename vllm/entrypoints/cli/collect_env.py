@@ -93,9 +93,13 @@ def _communication() -> dict[str, Any]:
         for name in ("gloo", "nccl", "xccl", "mpi")
         if dist.is_available() and getattr(dist, f"is_{name}_available", lambda: False)()
     ]
+    try:
+        used = current_platform.group_backend
+    except ValueError as error:
+        used = f"none: {error}"
     return {
         "torch backends": backends,
-        "used": current_platform.dist_backend,
+        "used": used,
         "policies": repr(current_platform.policies),
         "warnings": current_platform.warnings(),
     }

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.transfers import is_on_host
 
 _BLOCK = 256
 # So many of the largest logits are looked at first: nearly always they hold the mass that top_p asks for.
@@ -98,7 +99,7 @@ def limit_threshold(
             needed = p * torch.where(k < vocab_size, mass.gather(1, last.clamp(max=width - 1)), total)
             reached = torch.searchsorted(mass, needed)
             last = torch.where(p < 1, torch.minimum(last, reached), last)
-        if not logits.is_cpu or width == vocab_size or bool(((last < width) | (last == vocab_size - 1)).all()):
+        if not is_on_host(logits) or width == vocab_size or bool(((last < width) | (last == vocab_size - 1)).all()):
             break
     threshold = largest.gather(1, last.clamp(max=width - 1))
     return torch.where(last < vocab_size - 1, threshold, -torch.inf)
