@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps on a device that is late (``devices.py``): right tokens, and one wait of the host a step."""
+"""Steps on a device that is late (``late_device.py``): right tokens, and one wait of the host a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import devices
+import late_device
 import launcher
 import pytest
 import rank_checks
@@ -34,7 +34,7 @@ def generate(llm: Any, prompts: list[tuple[int, ...]], params: SamplingParams) -
 
 def long_prompt_in_chunks(monkeypatch: pytest.MonkeyPatch) -> tuple[tuple[int, ...], Counter[str]]:
     """60 tokens in chunks of 16: three steps without a sampled token, in which nothing is waited for."""
-    with devices.stand_in(monkeypatch) as device:
+    with late_device.stand_in(monkeypatch) as device:
         llm = tiny.make_llm("qwen3", max_num_batched_tokens=16, max_num_seqs=4, block_size=64)
         device.waits.clear()
         (tokens,) = tiny.tokens(tiny.generate(llm, [tiny.prompt(60)], 8))
@@ -62,7 +62,7 @@ def test_put_back_one_set_of_staging_memory_gives_wrong_tokens(monkeypatch: pyte
 
 
 def test_staging_memory_is_written_in_its_turn_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    with devices.stand_in(monkeypatch):
+    with late_device.stand_in(monkeypatch):
         llm = tiny.make_llm("qwen3")
         with pytest.raises(AssertionError, match=r"outside InputBuffers\.filling: a copy may be reading it"):
             llm.llm_engine.worker.runner.buffers.positions.fill([1], 1)
@@ -107,7 +107,7 @@ def test_one_wait_a_step_whatever_is_sampled(monkeypatch: pytest.MonkeyPatch) ->
     expected = answers(llm)
     llm.shutdown()
     assert len({str(tokens[:2]) for tokens, _ in expected.values()}) > 5
-    with devices.stand_in(monkeypatch) as device:
+    with late_device.stand_in(monkeypatch) as device:
         llm = tiny.make_llm("qwen3")
         execute, waits = llm.llm_engine.worker.execute_model, []
 
@@ -128,7 +128,7 @@ def test_one_wait_a_step_whatever_is_sampled(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("name", ["mixtral", "qwen3.5-moe"])
 def test_one_wait_a_step_with_experts_and_states(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     models = tiny if name in tiny.CHECKPOINTS else hybrids
-    with devices.stand_in(monkeypatch) as device:
+    with late_device.stand_in(monkeypatch) as device:
         llm = models.make_llm(name)
         device.waits.clear()
         tokens = tiny.tokens(tiny.generate(llm, [tiny.prompt(9)], 5))
@@ -142,7 +142,7 @@ def rank_on_device(name: str, tp: int, dp: int) -> tuple[list[tuple[int, ...]], 
     from test_step import make_llm
 
     models = tiny if name in tiny.CHECKPOINTS else hybrids
-    with devices.stand_in(pytest.MonkeyPatch(), late=False) as device:
+    with late_device.stand_in(pytest.MonkeyPatch(), late=False) as device:
         llm = make_llm(models.checkpoint(name), tp, dp)
         device.waits.clear()
         rank = rank_checks.own_rank() // tp
@@ -201,7 +201,7 @@ def test_profiling_runs_attention_states_and_sampler_at_their_largest(
     sampled = []
     call = Sampler.__call__
     monkeypatch.setattr(Sampler, "__call__", lambda *args: sampled.append(args[1].shape) or call(*args))
-    with devices.stand_in(monkeypatch):
+    with late_device.stand_in(monkeypatch):
         llm = hybrids.make_llm("qwen3.5-moe", **SIZES)
         forms = {operator: list(seen) for operator, seen in ran.items()}
         largest, tokens = list(sampled), tiny.tokens(tiny.generate(llm, [tiny.prompt(9)], 4))
@@ -250,7 +250,7 @@ WAITS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", WAITS)
 def test_the_stand_in_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with devices.stand_in(monkeypatch) as device, torch.inference_mode():
+    with late_device.stand_in(monkeypatch) as device, torch.inference_mode():
         x = torch.ones(4, device="xpu:0") * 2
         assert not device.waits
         WAITS[name](x)
@@ -258,7 +258,7 @@ def test_the_stand_in_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_stand_in_computes_late_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    with devices.stand_in(monkeypatch) as device, torch.inference_mode():
+    with late_device.stand_in(monkeypatch) as device, torch.inference_mode():
         pinned = torch.ones(4, device="cpu").pin_memory()
         x = pinned.to("xpu", non_blocking=True)
         y = x[1:].add_(1)
