@@ -114,10 +114,24 @@ def test_what_this_file_finds(tmp_path: Path) -> None:
     assert list(up({"vllm.utils": found})) == ["vllm.utils imports vllm.entrypoints.llm"]
 
 
+def asks_which_device(node: ast.AST) -> bool:
+    """``x.is_cuda``, or ``device.type == "cpu"`` and its like."""
+    if isinstance(node, ast.Attribute):
+        return node.attr in ("is_cpu", "is_cuda", "is_xpu")
+    if not isinstance(node, ast.Compare):
+        return False
+    sides = [node.left, *node.comparators]
+    names = [side.value for side in sides if isinstance(side, ast.Constant)]
+    return any(name in ("cpu", "cuda", "xpu") for name in names) and any(
+        isinstance(side, ast.Attribute) and side.attr in ("type", "device_type") for side in sides
+    )
+
+
 def test_only_kernels_and_platforms_ask_which_device() -> None:
-    asks = ("is_cpu", "is_cuda", "is_xpu")
+    """What else needs to know whether host and device share memory asks ``transfers.is_host``."""
+    allowed = ("vllm.kernels", "vllm.platforms", "vllm.v1.transfers")
     for module, path in modules().items():
-        if not module.startswith(("vllm.kernels", "vllm.platforms")):
-            tree = ast.walk(ast.parse(path.read_text()))
-            found = [node.attr for node in tree if isinstance(node, ast.Attribute) and node.attr in asks]
-            assert not found, f"{module} asks {found}: the choice belongs to vllm.kernels.table"
+        found = [ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if asks_which_device(node)]
+        assert module.startswith(allowed) or not found, f"{module} asks {found}: vllm.kernels.table chooses"
+    for text in ("x.is_cpu", "device.type != 'cpu'", "'cuda' == self.platform.device_type"):
+        assert asks_which_device(ast.parse(text).body[0].value)  # type: ignore[attr-defined]

@@ -19,6 +19,7 @@ import torch
 import vllm
 from vllm import SamplingParams
 from vllm.config import CompilationConfig, CUDAGraphMode, SchedulerConfig
+from vllm.engine import arg_utils
 from vllm.engine.arg_utils import UNSUPPORTED, EngineArgs
 from vllm.entrypoints.llm import LLM
 from vllm.logger import log_once
@@ -381,3 +382,9 @@ def test_prefix_caching_of_a_hybrid(tmp_path: Path, log: pytest.LogCaptureFixtur
     assert not cache.enable_prefix_caching
     told = [record.levelname for record in log.records if "prefix caching is off" in record.getMessage()]
     assert told == ([level] if level else [])
+
+
+def test_the_kernels_choose_the_block_size_that_nobody_names(tiny_llama, monkeypatch):
+    monkeypatch.setattr(arg_utils, "preferred_block_size", lambda device_type, head_size, default: 4 * default)
+    assert EngineArgs(str(tiny_llama)).create_engine_config().cache_config.block_size == 64
+    assert EngineArgs(str(tiny_llama), block_size=8).create_engine_config().cache_config.block_size == 8

@@ -48,6 +48,7 @@ def test_every_operator_has_contract_twin_and_row() -> None:
         *helpers,
         "empty_experts",
         "paged_attention_workspace",
+        "preferred_block_size",
     }
     for operator in table.TABLE:
         assert getattr(ops, operator).__doc__, f"{operator} has no contract"

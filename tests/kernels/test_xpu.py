@@ -211,6 +211,13 @@ def test_requests_beyond_num_reqs_are_not_read() -> None:
     assert out[3:].count_nonzero() == 0
 
 
+@pytest.mark.parametrize(("head_size", "block_size"), [(64, 16), (128, 16), (256, 64), (576, 64), (48, 16)])
+def test_the_block_size_is_one_that_kernels_were_compiled_for(head_size: int, block_size: int) -> None:
+    """Head size 256 has pages of 64 alone; what has none at all keeps the default."""
+    assert xpu.preferred_block_size(head_size, 16) == block_size
+    assert ops.preferred_block_size("cpu", head_size, 16) == 16
+
+
 @pytest.mark.parametrize(
     ("heads", "block_size", "window", "message"),
     [

@@ -28,9 +28,11 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
+from vllm.kernels.ops import preferred_block_size
 from vllm.logger import init_logger, log_once
 from vllm.model_executor.model_loader import check_load_format
 from vllm.model_executor.model_loader.weight_utils import resolve_model_path
+from vllm.platforms import current_platform
 from vllm.transformers_utils import config as hf
 from vllm.utils.suggestions import nearest
 
@@ -304,6 +306,11 @@ class EngineArgs:
             served_model_name=self.served_model_name or self.model,
         )
 
+    def _block_size(self, model_config: ModelConfig) -> int:
+        if self.block_size is not None:
+            return self.block_size
+        return preferred_block_size(current_platform.device_type, model_config.head_dim, CacheConfig.block_size)
+
     def create_engine_config(self) -> VllmConfig:
         """Everything resolved and checked, nothing allocated. Raises ``ValueError`` with the values and the remedy."""
         if self.async_scheduling:
@@ -313,7 +320,7 @@ class EngineArgs:
         return VllmConfig(
             model_config=model_config,
             cache_config=CacheConfig(
-                block_size=CacheConfig.block_size if self.block_size is None else self.block_size,
+                block_size=self._block_size(model_config),
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 kv_cache_memory_bytes=self.kv_cache_memory_bytes,
                 num_gpu_blocks_override=self.num_gpu_blocks_override,

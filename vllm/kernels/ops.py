@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vllm.kernels import memory, weights
-from vllm.kernels.table import choose, run_another
+from vllm.kernels.table import choose, first_installed, run_another
 from vllm.kernels.weights import GDNWeights, PackedExperts, PackedWeight
 
 
@@ -274,6 +274,15 @@ def paged_attention_workspace(
     module = choose(device.type)["paged_attention"].module
     of = getattr(module, "paged_attention_workspace", None)
     return 0 if of is None else of(num_tokens, max_model_len, num_heads, num_kv_heads, head_size, dtype)
+
+
+def preferred_block_size(device_type: str, head_size: int, default: int) -> int:
+    """Token rows of a cache block that the first installed ``paged_attention`` has kernels for: ``default`` if it can.
+
+    Asked before a rank has its device, so no kernel is run to find out.
+    """
+    of = getattr(first_installed("paged_attention", device_type), "preferred_block_size", None)
+    return default if of is None else of(head_size, default)
 
 
 def gated_delta_net(

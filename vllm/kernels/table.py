@@ -150,6 +150,12 @@ def choose_anew(device_type: str) -> dict[str, Choice]:
     return choices
 
 
+def first_installed(operator: str, device_type: str) -> Any:
+    """The module that ``choose`` takes if it passes its check; touches no device."""
+    row = TABLE[operator][DEVICES.index(device_type)] if device_type in DEVICES else ""
+    return _module(next((name for name in row.split() if why_not(name, device_type) is None), "reference"))
+
+
 def _choice(operator: str, device_type: str, wanted: Wishes) -> Choice:
     row = tuple(TABLE[operator][DEVICES.index(device_type)].split()) if device_type in DEVICES else ()
 

@@ -150,6 +150,12 @@ def reshape_and_cache(
         torch.ops._C_cache_ops.reshape_and_cache_flash(k_TJD, v_TJD, *caches, slot_mapping_T, "auto", scale, scale)
 
 
+def preferred_block_size(head_size: int, default: int) -> int:
+    """``default`` where a kernel of that page was compiled for this head size, else the smallest page that was."""
+    pages = recorded()["paged_decode"]["full"]["8"].get(str(head_size), [])
+    return default if default in pages or not pages else min(pages)
+
+
 def _check_compiled(H: int, J: int, D: int, block_size: int, window: bool, dtype: torch.dtype) -> None:
     """
     Raises:

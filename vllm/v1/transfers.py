@@ -14,6 +14,11 @@ from typing import Any, overload
 import torch
 
 
+def is_host(device: torch.device) -> bool:
+    """Whether what lies on ``device`` is the host's own memory, which is looked at without a copy or a wait."""
+    return device.type == "cpu"
+
+
 def make_event(device: torch.device) -> Any:
     """An event of the device's streams; one that was never recorded has come."""
     return torch.get_device_module(device).Event()
@@ -24,12 +29,7 @@ def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
     Torch gives the pinned memory in between to nobody else before the copy is done.
     """
-    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
-
-
-def is_on_host(tensor: torch.Tensor) -> bool:
-    """Whether the host can look at values without waiting for a device."""
-    return tensor.device.type == "cpu"
+    return values if is_host(device) else values.pin_memory().to(device, non_blocking=True)
 
 
 class Staging:
@@ -40,7 +40,7 @@ class Staging:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._copied = [] if device.type == "cpu" else [make_event(device), make_event(device)]
+        self._copied = [] if is_host(device) else [make_event(device), make_event(device)]
         self.num_sets, self.current = max(len(self._copied), 1), 0
         self.is_open = not self._copied
 
@@ -73,7 +73,7 @@ class HostCopies:
 
     def add(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
         """The host's copy, not to be read before ``wait``; None of None."""
-        if tensor is None or self._device.type == "cpu":
+        if tensor is None or is_host(self._device):
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         host.copy_(tensor, non_blocking=True)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from vllm.distributed.observer import UNIFORM, VARIABLE, mark_queued, record_collective, wait_for
+from vllm.v1.transfers import is_host
 
 # The into-tensor collectives carry new names from torch 2.13 on; the old ones warn there.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -88,7 +89,7 @@ class DeviceCommunicatorBase:
         if ordered_sums is not None:
             self.ordered_sums = ordered_sums
         self.by_way_of_host = (
-            self.device.type != "cpu" and device_group is not None and dist.get_backend(device_group) == "gloo"
+            not is_host(self.device) and device_group is not None and dist.get_backend(device_group) == "gloo"
         )
         if self.by_way_of_host:
             self.barrier_takes_device = False
@@ -109,7 +110,7 @@ class DeviceCommunicatorBase:
         host can be given up."""
         if self.by_way_of_host:
             self._run_on_host(collective, *args, **kwargs)
-        elif self.device.type == "cpu":
+        elif is_host(self.device):
             wait_for(collective(*args, **kwargs, group=self.device_group, async_op=True), self.device_group)
         else:
             collective(*args, **kwargs, group=self.device_group)

@@ -27,6 +27,7 @@ from vllm.v1.debug import watchdog
 from vllm.v1.debug.nan_trace import install_nan_trace
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.transfers import is_host
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.settings import settings_of
 
@@ -114,7 +115,7 @@ class Worker:
 
     def _given_memory(self) -> int | None:
         cache = self.vllm_config.cache_config
-        if cache.kv_cache_memory_bytes is None and self.platform.device_type == "cpu" and envs.VLLM_CPU_KVCACHE_SPACE:
+        if cache.kv_cache_memory_bytes is None and is_host(self.device) and envs.VLLM_CPU_KVCACHE_SPACE:
             return int(envs.VLLM_CPU_KVCACHE_SPACE * 2**30)
         return cache.kv_cache_memory_bytes
 
@@ -163,7 +164,7 @@ class Worker:
             self.runner.release_kv_cache()
         if level == 2:
             self.runner.model.drop_weights()
-        elif self.device.type != "cpu" and "weights" not in self.asleep:
+        elif not is_host(self.device) and "weights" not in self.asleep:
             self.runner.model.move_weights(torch.device("cpu"))
         self.asleep = {"weights", "kv_cache"}
         self.platform.empty_cache()
@@ -176,7 +177,7 @@ class Worker:
                 f"wake_up(tags={list(tags or ())!r}): {wrong} unknown; give some of {list(names)}, or None"
             )
         waking = self.asleep & set(names if tags is None else tags)
-        if "weights" in waking and self.device.type != "cpu":
+        if "weights" in waking and not is_host(self.device):
             self.runner.model.move_weights(self.device)
         if "kv_cache" in waking:
             with torch.device(self.device):

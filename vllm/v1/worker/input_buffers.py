@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 import torch
 
-from vllm.v1.transfers import Staging
+from vllm.v1.transfers import Staging, is_host
 
 
 class PersistentBuffer:
@@ -26,11 +26,11 @@ class PersistentBuffer:
         shape = (rows, width) if width else (rows,)
         self.pad_value, self.staging = pad_value, staging
         self._hosts = [
-            torch.full(shape, pad_value, dtype=dtype, device="cpu", pin_memory=device.type != "cpu")
+            torch.full(shape, pad_value, dtype=dtype, device="cpu", pin_memory=not is_host(device))
             for _ in range(staging.num_sets)
         ]
         self._arrays = [host.numpy() for host in self._hosts]
-        self.device = self._hosts[0] if device.type == "cpu" else self._hosts[0].to(device)
+        self.device = self._hosts[0] if is_host(device) else self._hosts[0].to(device)
 
     @property
     def host(self) -> torch.Tensor:

@@ -14,6 +14,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.sample.metadata import Penalties, SamplingMetadata, TokenEntries
 from vllm.v1.sample.sampler import LOGPROB_ROWS
+from vllm.v1.transfers import is_host
 from vllm.v1.worker.batch_plan import BatchPlan
 from vllm.v1.worker.dp_utils import coordinate_batch_across_dp
 
@@ -39,7 +40,7 @@ def largest_step_bytes(runner: GPUModelRunner) -> int:
     num_tokens, num_reqs = runner.max_num_tokens, config.scheduler_config.max_num_seqs
     scored, context = min(num_tokens, PROMPT_LOGPROB_ROWS), config.model_config.max_model_len
     with _caches(runner):
-        if runner.device.type != "cpu":
+        if not is_host(runner.device):
             decodes = [_decode_peak(runner, n, context) for n in (1, min(num_tokens, num_reqs))]
             forward, *others = _peaks(runner, num_tokens, max(num_reqs, scored), num_reqs, scored, context)
             return max(forward, *decodes) + sum(others)

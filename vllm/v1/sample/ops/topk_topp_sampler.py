@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.transfers import is_on_host
+from vllm.v1.transfers import is_host
 
 _BLOCK = 256
 # So many of the largest logits are looked at first: nearly always they hold the mass that top_p asks for.
@@ -62,7 +62,7 @@ def _largest(logits: torch.Tensor, width: int) -> torch.Tensor:
     """The ``width`` largest values of each row, descending. numpy sorts fp32 several times faster than torch."""
     if width < logits.shape[1]:
         return logits.topk(width, dim=1).values
-    if logits.device.type == "cpu":
+    if is_host(logits.device):
         return torch.from_numpy(np.sort(logits.numpy(), axis=1)).flip(1)
     return logits.sort(dim=1, descending=True).values
 
@@ -70,7 +70,7 @@ def _largest(logits: torch.Tensor, width: int) -> torch.Tensor:
 def _widths(vocab_size: int, metadata: SamplingMetadata, device: torch.device) -> tuple[int, ...]:
     """How many of the largest logits to look at, one after the other until all limits are found in them. A device would
     make the host wait for that answer, so there it is what is sure to suffice."""
-    if device.type == "cpu":
+    if is_host(device):
         return min(vocab_size, max(_SELECT, metadata.max_top_k)), vocab_size
     return (vocab_size if metadata.top_p_alone else min(vocab_size, metadata.max_top_k),)
 
@@ -99,7 +99,7 @@ def limit_threshold(
             needed = p * torch.where(k < vocab_size, mass.gather(1, last.clamp(max=width - 1)), total)
             reached = torch.searchsorted(mass, needed)
             last = torch.where(p < 1, torch.minimum(last, reached), last)
-        if not is_on_host(logits) or width == vocab_size or bool(((last < width) | (last == vocab_size - 1)).all()):
+        if not is_host(logits.device) or width == vocab_size or bool(((last < width) | (last == vocab_size - 1)).all()):
             break
     threshold = largest.gather(1, last.clamp(max=width - 1))
     return torch.where(last < vocab_size - 1, threshold, -torch.inf)
