@@ -52,6 +52,7 @@ CHECKPOINTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3.5-moe-32": (Qwen3_5MoeForCausalLM, {**MOE, **HEADS_32}),
     "qwen3.5-moe-128": (Qwen3_5MoeForCausalLM, {**MOE, **HEADS_128}),
 }
+NAMES = tuple(CHECKPOINTS)  # without those that other files add
 
 _folders = tempfile.TemporaryDirectory(prefix="vllm-hybrid-")
 

@@ -63,6 +63,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
         {**MOE, "norm_topk_prob": False, "num_hidden_layers": 3, "mlp_only_layers": [1], "num_key_value_heads": 1},
     ),
 }
+NAMES = tuple(CHECKPOINTS)  # without those that other files add
 
 _folders = tempfile.TemporaryDirectory(prefix="vllm-tiny-")
 

@@ -45,7 +45,7 @@ def delta_nets(llm: Any) -> list[GatedDeltaNet]:
 # --- equal to transformers -----------------------------------------------------------------------------------------
 
 
-FOUR_LAYERS = [name for name in hybrids.CHECKPOINTS if "8-layers" not in name]  # 1e-4 is the roundings of four layers
+FOUR_LAYERS = [name for name in hybrids.NAMES if "8-layers" not in name]  # 1e-4 is the roundings of four layers
 
 
 @pytest.mark.parametrize(("name", "seed"), [*((name, 0) for name in FOUR_LAYERS), ("qwen3-next", 1)])

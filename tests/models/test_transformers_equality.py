@@ -10,7 +10,7 @@ import torch
 LENGTHS = (1, 2, 15, 16, 17, 64, 200)
 
 
-@pytest.mark.parametrize("name", tiny.CHECKPOINTS)
+@pytest.mark.parametrize("name", tiny.NAMES)
 def test_greedy_tokens_and_logprobs(name: str, nan_poison: None) -> None:
     prompts = [tiny.prompt(length) for length in LENGTHS]
     llm = tiny.make_llm(name)
@@ -54,7 +54,7 @@ def test_prompt_logprobs_of_a_long_prompt() -> None:
     torch.testing.assert_close(given, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", tiny.CHECKPOINTS)
+@pytest.mark.parametrize("name", tiny.NAMES)
 def test_the_tiny_models_say_different_things(name: str) -> None:
     """A model that repeats one token cannot show a wrong decode step."""
     distinct = [len(set(tiny.greedy(name, tiny.prompt(length), 64))) for length in LENGTHS]
