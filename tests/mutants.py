@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults of one line, each put into a copy of the tree and run against the tests that should see it.
 
-    python tests/mutants.py                # all of tests/mutants.toml, an hour on two cores; `make mutants`
+    python tests/mutants.py                # all of tests/mutants.toml, two hours on two cores; `make mutants`
     python tests/mutants.py --only pad     # those whose law, file or change contains "pad"
 
 A fault that its tests do not see is a survivor: the tests are too weak, or the line does nothing. Survivors that are
