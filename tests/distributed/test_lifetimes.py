@@ -124,7 +124,7 @@ def test_other_good_ends(server: subprocess.Popen[str], way: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("tp", "dp", "ep"), LAYOUTS)
+@pytest.mark.parametrize(("tp", "dp", "ep"), [*LAYOUTS, (4, 1, 0), (4, 1, 1), (1, 4, 0), (1, 4, 1)])
 def test_fifty_good_ends(server: subprocess.Popen[str], tp: int, dp: int, ep: int) -> None:
     ways = ["falls off its end", "sys.exit(0)", "del llm", "polls all the time"]
     codes = [run(server, ways[i % len(ways)], tp, dp, ep).codes for i in range(50)]
