@@ -200,8 +200,7 @@ def test_the_b60_case_told_right(
         return SimpleNamespace(**{**fields, "num_actual_tokens": fields["num_padded_tokens"]})
 
     monkeypatch.setattr(gpu_model_runner, "CommonAttentionMetadata", raised_count)
-    monkeypatch.setattr(ops, "paged_attention", ops.paged_attention)
-    rank_checks.attend_real_rows_only()
+    monkeypatch.setattr(ops, "paged_attention", rank_checks.of_real_rows(ops.paged_attention))
     llm = trace("1", "qwen3.5-moe", compilation_config={"cudagraph_capture_sizes": [4, 30]})
     run(llm, [tiny.prompt(length, seed=10) for length in (5, 5, 8, 8)])
     found = errors(capfd.readouterr().out)

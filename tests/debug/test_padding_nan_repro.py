@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rank_checks
 import torch
 import torch.nn.functional as F
 
@@ -51,13 +52,7 @@ def repro(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def leave_tail(repro: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(repro.attention, "zero_padding_rows", lambda output, num_actual_tokens: None)
-    honest = repro.ops.paged_attention
-
-    def of_real_rows(q: Any, keys: Any, values: Any, table: Any, starts: Any, *rest: Any, **host: Any) -> None:
-        lengths, scale, out, window = rest
-        honest(q[: starts[-1]], keys, values, table, starts, lengths, scale, out[: starts[-1]], window, **host)
-
-    patch.setattr(repro.ops, "paged_attention", of_real_rows)
+    patch.setattr(repro.ops, "paged_attention", rank_checks.of_real_rows(repro.ops.paged_attention))
 
 
 def accept_any_count(repro: Any, patch: pytest.MonkeyPatch) -> None:

@@ -101,15 +101,19 @@ def backend_calls() -> Iterator[list[str]]:
             setattr(module, name, call)
 
 
-def attend_real_rows_only() -> None:
-    """From here on attention leaves rows of no request as they were, as the kernels of devices do."""
-    from vllm.kernels import ops
+def of_real_rows(honest: Callable[..., None]) -> Callable[..., None]:
+    """The attention operator ``honest`` with a habit of devices' kernels: rows of no request stay as they were."""
 
-    honest = ops.paged_attention
-
-    def of_real_rows(q: Any, keys: Any, values: Any, table: Any, starts: Any, *rest: Any, **host: Any) -> None:
+    def attend(q: Any, keys: Any, values: Any, table: Any, starts: Any, *rest: Any, **host: Any) -> None:
         lengths, scale, out, window = rest
         real = int(starts[-1])
         honest(q[:real], keys, values, table, starts, lengths, scale, out[:real], window, **host)
 
-    ops.paged_attention = of_real_rows
+    return attend
+
+
+def attend_real_rows_only() -> None:
+    """From here on attention leaves rows of no request as they were."""
+    from vllm.kernels import ops
+
+    ops.paged_attention = of_real_rows(ops.paged_attention)

@@ -15,8 +15,7 @@ from vllm.kernels import ops
 def test_rows_that_an_operator_leaves_are_zeroed_by_the_layer(
     monkeypatch: pytest.MonkeyPatch, nan_poison: None
 ) -> None:
-    monkeypatch.setattr(ops, "paged_attention", ops.paged_attention)
-    rank_checks.attend_real_rows_only()
+    monkeypatch.setattr(ops, "paged_attention", rank_checks.of_real_rows(ops.paged_attention))
     llm = tiny.make_llm("llama-rope", max_num_batched_tokens=64, compilation_config={"cudagraph_capture_sizes": [8]})
     seen: list[torch.Tensor] = []
     attention = runner_of(llm).model.model.layers[0].self_attn.attn
