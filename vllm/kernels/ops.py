@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm.kernels import memory, weights
+from vllm.kernels import memory, quantized, weights
+from vllm.kernels.quantized import QuantizedWeight
 from vllm.kernels.table import choose, first_installed, run_another
 from vllm.kernels.weights import GDNWeights, PackedExperts, PackedWeight
 
@@ -35,7 +36,7 @@ def _cpu() -> Any:
     return cpu
 
 
-def _run_packed(operator: str, packed: PackedWeight | PackedExperts, x: Tensor, *args: Any) -> Any:
+def _run_packed(operator: str, packed: PackedWeight | PackedExperts | QuantizedWeight, x: Tensor, *args: Any) -> Any:
     """Panels are read by the kernels that packed them, whatever has been chosen since."""
     if packed.kind == "panels":
         return getattr(_cpu(), operator)(x, *args)
@@ -51,24 +52,42 @@ def _reader(packed: PackedWeight | PackedExperts) -> Any:
     return weights if packed.kind == "plain" else _cpu()
 
 
-def linear(x_TK: Tensor, packed: PackedWeight, bias_N: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias`` -> [T, N].
+def linear(
+    x_TK: Tensor, packed: PackedWeight | QuantizedWeight, bias_N: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """``x @ weight.T + bias`` -> [T, N], by ``quantized_linear`` where the weight is quantised.
 
     Args:
         x_TK: [T, K] of the weight's dtype, T from 0; its rows may be further apart than K.
         bias_N: [N] of the weight's dtype.
         out: [T, N], rows contiguous, of the weight's dtype or float32 (then the sums are not rounded).
     """
-    return _run_packed("linear", packed, x_TK, packed, bias_N, out)
+    operator = "quantized_linear" if isinstance(packed, QuantizedWeight) else "linear"
+    return _run_packed(operator, packed, x_TK, packed, bias_N, out)
 
 
-def embedding(ids_T: Tensor, packed: PackedWeight, vocab_range: tuple[int, int] | None = None) -> Tensor:
+def quantized_linear(
+    x_TK: Tensor, weight: QuantizedWeight, bias_N: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """``linear`` with a weight as ``pack_quantized_weight`` gives it: in effect with the matrix that it means, in
+    float32 with one rounding, and with rounded inputs where ``weight.activations`` says so.
+
+    A weight that is one of bfloat16 inputs may be multiplied on coarser grids where that moves no result by more than
+    2 ** -6 of the row's largest; one of float32 inputs is exact to float32's roundings.
+    """
+    return _run_packed("quantized_linear", weight, x_TK, weight, bias_N, out)
+
+
+def embedding(
+    ids_T: Tensor, packed: PackedWeight | QuantizedWeight, vocab_range: tuple[int, int] | None = None
+) -> Tensor:
     """Rows ``ids`` (int64 [T]) of a packed weight -> [T, K]: tied embeddings need no second copy.
 
     Without ``vocab_range`` each id is in [0, N). With it the weight's rows are those of the ids [first, last),
     at most N, and any other id gives a row that is exactly 0: ranks that share a vocabulary add up their results.
     """
-    return _run_packed("embedding", packed, ids_T, packed, vocab_range)
+    operator = "quantized_embedding" if isinstance(packed, QuantizedWeight) else "embedding"
+    return _run_packed(operator, packed, ids_T, packed, vocab_range)
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -170,8 +189,8 @@ def paged_attention(
 
 def fused_experts(
     x_TD: Tensor,
-    w13: PackedExperts,
-    w2: PackedExperts,
+    w13: PackedExperts | QuantizedWeight,
+    w2: PackedExperts | QuantizedWeight,
     topk_ids_TS: Tensor,
     topk_weights_TS: Tensor,
     out: Tensor | None = None,
@@ -183,11 +202,13 @@ def fused_experts(
 
     Args:
         x_TD: [T, D] of the weights' dtype, rows contiguous.
-        w13: ``pack_expert_weights(w [E, 2 * I, D], gated=True)``; w2: ``pack_expert_weights(w [E, D, I])``.
+        w13: ``pack_expert_weights(w [E, 2 * I, D], gated=True)``; w2: ``pack_expert_weights(w [E, D, I])``. Or both
+            quantised: then ``quantized_experts`` runs, which is to this what ``quantized_linear`` is to ``linear``.
         topk_ids_TS: int32 or int64 [T, S], each in [-1, E); topk_weights_TS: float32 [T, S].
         out: [T, D] of x's dtype; may be x itself.
     """
-    return _run_packed("fused_experts", w13, x_TD, w13, w2, topk_ids_TS, topk_weights_TS, out)
+    operator = "quantized_experts" if isinstance(w13, QuantizedWeight) else "fused_experts"
+    return _run_packed(operator, w13, x_TD, w13, w2, topk_ids_TS, topk_weights_TS, out)
 
 
 def pack_linear_weight(weight_NK: Tensor, into: PackedWeight | None = None) -> PackedWeight:
@@ -201,6 +222,14 @@ def pack_linear_weight(weight_NK: Tensor, into: PackedWeight | None = None) -> P
 def unpack_linear_weight(packed: PackedWeight) -> Tensor:
     """The weight [N, K] that was packed, bit for bit."""
     return _reader(packed).unpack_linear_weight(packed)
+
+
+def pack_quantized_weight(weight: QuantizedWeight) -> QuantizedWeight:
+    """A plain weight, [N, K] or of experts [E, N, K], as the implementation that multiplies with it reads it; the
+    original may be freed afterwards. The same object where that implementation reads plain ones."""
+    operator = "quantized_linear" if weight.codes.dim() == 2 else "quantized_experts"
+    own = _own("pack_quantized_weight", operator, weight.codes.device.type, quantized)
+    return own(weight)
 
 
 def empty_experts(E: int, N: int, K: int, dtype: torch.dtype, gated: bool = False) -> PackedExperts:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vllm.kernels.quantized import QuantizedWeight, dequantize, round_activations
 from vllm.kernels.reference_gdn import GDNWeights, delta_rule_chunked, gated_delta_net_ref
 from vllm.kernels.weights import PackedExperts, PackedWeight, rows_in_range
 
@@ -26,6 +27,43 @@ def embedding(ids_T: Tensor, packed: PackedWeight, vocab_range: tuple[int, int] 
         return F.embedding(ids_T, packed.data)
     rows, elsewhere = rows_in_range(ids_T, vocab_range)
     return F.embedding(rows, packed.data).masked_fill_(elsewhere[:, None], 0)
+
+
+def quantized_linear(
+    x_TK: Tensor, weight: QuantizedWeight, bias_N: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    wide = torch.promote_types(x_TK.dtype, torch.float32)
+    y = F.linear(round_activations(x_TK, weight.activations).to(wide), dequantize(weight).to(wide))
+    y = (y if bias_N is None else y + bias_N).to(x_TK.dtype if out is None else out.dtype)
+    return y if out is None else out.copy_(y)
+
+
+def quantized_embedding(ids_T: Tensor, weight: QuantizedWeight, vocab_range: tuple[int, int] | None = None) -> Tensor:
+    if vocab_range is None:
+        return dequantize(weight.rows(ids_T)).to(weight.dtype)
+    rows, elsewhere = rows_in_range(ids_T, vocab_range)
+    return quantized_embedding(rows, weight).masked_fill_(elsewhere[:, None], 0)
+
+
+def quantized_experts(
+    x_TD: Tensor,
+    w13: QuantizedWeight,
+    w2: QuantizedWeight,
+    topk_ids_TS: Tensor,
+    topk_weights_TS: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Each expert's weight is decoded when it has rows."""
+    wide = torch.promote_types(x_TD.dtype, torch.float32)
+    y_TSD = x_TD.new_zeros((*topk_ids_TS.shape, x_TD.shape[1]), dtype=wide)
+    for e in topk_ids_TS[topk_ids_TS >= 0].unique().tolist():
+        token, slot = torch.where(topk_ids_TS == e)
+        h = silu_and_mul(quantized_linear(x_TD[token], w13.rows(e)))
+        y_TSD[token, slot] = quantized_linear(h, w2.rows(e)).to(wide) * topk_weights_TS[token, slot, None]
+    y = torch.zeros_like(x_TD, dtype=wide)
+    for s in range(topk_ids_TS.shape[1]):
+        y += y_TSD[:, s]
+    return y.to(x_TD.dtype) if out is None else out.copy_(y)
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, out: Tensor | None = None) -> Tensor:

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that stay quantised: one form for what all checkpoint formats hold, and what it means.
+
+Whatever a checkpoint calls them, a matrix [N, K] is codes, and scales (and zeros) for groups of columns of each row:
+``w[n, k] = (value(code[n, k]) - zero[n, k // group_size]) * scale[n, k // group_size]``. A scale of a block of rows, or
+of the whole tensor, is repeated for each row. Slices and stacks of rows, and slices of columns at the edges of groups,
+are again such matrices: so a layer shards and merges quantised weights as it does others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Format(NamedTuple):
+    """``bytes`` hold the codes of ``columns`` neighbouring columns. ``scaled``: scales lie beside the codes, not among
+    them. ``zero``: the value that stands for 0 where there are no zeros."""
+
+    columns: int
+    bytes: int
+    scaled: bool
+    zero: int
+
+
+# int4: 0 to 15, the even column in the low half of a byte. int8: two's complement. fp8: e4m3fn. mxfp4: e2m1, in the
+# order of int4.
+FORMATS = {
+    "int4": Format(2, 1, True, 8),
+    "int8": Format(1, 1, True, 0),
+    "fp8": Format(1, 1, True, 0),
+    "mxfp4": Format(2, 1, True, 0),
+}
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A matrix [N, K], or those of E experts [E, N, K], in plain layout unless ``kind`` says otherwise.
+
+    format: a key of ``FORMATS``. codes: uint8 [(E,) N, bytes of a row]. group_size: columns of a scale, K for all.
+    scales: a float dtype, [(E,) N, ceil(K / group_size)]. zeros: in the values' unit, uint8 or int8, of scales' shape;
+    None: the format's. dtype: that of the inputs and outputs of products with it.
+    activations: None: products take the inputs as they are; "int8", "fp8": they round each input row first, to the
+    largest magnitude among its columns.
+    input_order: int64 [K], column k of the weight belongs to column ``input_order[k]`` of the inputs; None: to k.
+    gated: of experts: N = 2 * I rows are [gate; up].
+    kind: "plain", or the layout of the implementation that packed it, which alone reads ``codes`` then.
+    """
+
+    format: str
+    N: int
+    K: int
+    group_size: int
+    dtype: torch.dtype
+    codes: Tensor
+    scales: Tensor | None = None
+    zeros: Tensor | None = None
+    activations: str | None = None
+    input_order: Tensor | None = None
+    gated: bool = False
+    kind: str = "plain"
+
+    @property
+    def E(self) -> int:
+        return self.codes.shape[0]
+
+    @functools.cached_property
+    def address(self) -> int:
+        return self.codes.data_ptr()
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What matrices must have in common to be stacked."""
+        of_scales = None if self.scales is None else self.scales.dtype
+        of_zeros = None if self.zeros is None else self.zeros.dtype
+        return self.format, self.K, self.group_size, self.dtype, of_scales, of_zeros, self.activations
+
+    def rows(self, rows: slice | Tensor | int) -> QuantizedWeight:
+        """Rows of a plain [N, K], in the order wanted: views for a slice. Of experts, their matrices; an int: one."""
+        return self._with(codes=self.codes[rows], scales=_of(self.scales, rows), zeros=_of(self.zeros, rows))
+
+    def columns(self, columns: slice) -> QuantizedWeight:
+        """Columns of a plain [N, K], from the edge of one group to that of another.
+
+        Raises:
+            ValueError: a group would be cut, or the columns are not in the order of the inputs.
+        """
+        first, last, _ = columns.indices(self.K)
+        if (first, last) == (0, self.K):
+            return self
+        unit, size = FORMATS[self.format].columns, self.group_size
+        if self.input_order is not None:
+            raise ValueError(
+                "columns quantised in the order of their activations (act-order) cannot be split over tensor-parallel "
+                "ranks; use tensor_parallel_size=1, or a checkpoint without desc_act"
+            )
+        if (size < self.K and (first % size or (last % size and last != self.K))) or first % unit or last % unit:
+            raise ValueError(
+                f"columns {first} to {last} of {self.K} cut a group of {size} that shares a scale; choose a "
+                f"tensor_parallel_size that leaves whole groups, or a checkpoint with smaller ones"
+            )
+        step = FORMATS[self.format]
+        codes = self.codes[..., first // step.columns * step.bytes : -(-last // step.columns) * step.bytes]
+        groups = slice(None) if size >= self.K else slice(first // size, -(-last // size))
+        whole = last - first if size >= self.K else size
+        return dataclasses.replace(
+            self,
+            K=last - first,
+            group_size=whole,
+            codes=codes,
+            scales=None if self.scales is None else self.scales[..., groups],
+            zeros=None if self.zeros is None else self.zeros[..., groups],
+        )
+
+    def _with(self, **tensors: Tensor | None) -> QuantizedWeight:
+        codes = tensors["codes"]
+        assert codes is not None
+        return dataclasses.replace(self, N=codes.shape[-2], **tensors)  # type: ignore[arg-type]
+
+
+def _of(tensor: Tensor | None, rows: slice | Tensor | int) -> Tensor | None:
+    return None if tensor is None else tensor[rows]
+
+
+def stack_rows(parts: list[QuantizedWeight]) -> QuantizedWeight:
+    """Matrices of one ``form``, and of one ``input_order``, one below the other; a copy, also of a single one."""
+    forms = {part.form for part in parts}
+    assert len(forms) == 1, f"{len(parts)} matrices have {len(forms)} forms: {forms}"
+
+    def cat(name: str) -> Tensor | None:
+        return None if getattr(parts[0], name) is None else torch.cat([getattr(part, name) for part in parts])
+
+    return parts[0]._with(codes=cat("codes"), scales=cat("scales"), zeros=cat("zeros"))
+
+
+def values(format: str, codes: Tensor) -> Tensor:
+    """uint8 codes [..., bytes] -> the values that they stand for, float32 [..., columns], before zero and scale."""
+    if format == "int8":
+        return codes.view(torch.int8).float()
+    if format == "fp8":
+        return codes.view(torch.float8_e4m3fn).float()
+    halves = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+    if format == "int4":
+        return halves.float()
+    assert format == "mxfp4", f"{format} is none of {', '.join(FORMATS)}"
+    table = torch.tensor([*E2M1, *(-x for x in E2M1)], device=codes.device)
+    return table[halves.long()]
+
+
+def dequantize(weight: QuantizedWeight) -> Tensor:
+    """The matrix that a plain one means, float32 [(E,) N, K], columns in the order of the inputs."""
+    assert weight.kind == "plain", f"a {weight.kind} weight is read by the kernels that packed it"
+    w = values(weight.format, weight.codes)[..., : weight.K]
+    if weight.scales is not None:
+        spread = functools.partial(torch.repeat_interleave, repeats=weight.group_size, dim=-1)
+        zero = FORMATS[weight.format].zero if weight.zeros is None else spread(weight.zeros.float())[..., : weight.K]
+        w = (w - zero) * spread(weight.scales.float())[..., : weight.K]
+    if weight.input_order is not None:
+        w = torch.empty_like(w).index_copy_(-1, weight.input_order, w)
+    return w
+
+
+def round_activations(x_TK: Tensor, to: str | None) -> Tensor:
+    """What products with a weight whose ``activations`` is ``to`` take in the place of x: each row on its own grid."""
+    if to is None:
+        return x_TK
+    most = {"int8": 127.0, "fp8": torch.finfo(torch.float8_e4m3fn).max}[to]
+    wide = x_TK.float()
+    scale = wide.abs().amax(-1, keepdim=True).clamp(min=1e-12) / most
+    on_grid = wide / scale
+    on_grid = on_grid.round() if to == "int8" else on_grid.to(torch.float8_e4m3fn).float()
+    return on_grid * scale
+
+
+def pack_quantized_weight(weight: QuantizedWeight) -> QuantizedWeight:
+    return weight
