@@ -21,6 +21,8 @@ def fail(fault: str) -> None:
     print(f"FAULT at {time.time():.3f}", flush=True)
     if fault == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "is ended":
+        os.kill(os.getpid(), signal.SIGTERM)
     if fault == "raises":
         raise ValueError("injected fault")
     time.sleep(3600)

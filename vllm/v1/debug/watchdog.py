@@ -29,6 +29,7 @@ from vllm.distributed.parallel_state import GroupCoordinator, call_on_leaving, g
 from vllm.logger import init_logger
 from vllm.v1.debug.consensus import Board, ConsensusGuard
 from vllm.v1.debug.ledger import Entry, Ledger, describe, name_ranks
+from vllm.v1.debug.termination import TerminationNotice
 
 logger = init_logger(__name__)
 
@@ -71,11 +72,14 @@ class Diagnosis:
     def start(self) -> None:
         observer.set_collective_observer(self)
         self._on_board(Board.show_life, self._place())
+        self._termination = TerminationNotice()
         self._thread.start()
 
     def stop(self) -> None:
         self._stop.set()
+        self._termination.wake()
         self._thread.join()
+        self._termination.close()
         until = time.monotonic() + (0 if self._failed else _LET_GO_S)
         while not self.ledger.poll() and time.monotonic() < until:
             time.sleep(_POLL_S / 100)  # nobody waits for the last dummy step
@@ -170,7 +174,14 @@ class Diagnosis:
         waits = overdue = 0
         seen, waited_in = None, None
         tell_at = _TELL_AFTER_S
-        while not self._stop.wait(_POLL_S):
+        while True:
+            ended = self._termination.wait(self._stop, _POLL_S)
+            if self._stop.is_set():
+                return
+            if ended:
+                if self._step_runs or self.ledger.current is not None:
+                    self.fail(f"SIGTERM came while it {self._place()['doing']}", "ended", 0.0)
+                self._termination.die()
             self.ledger.show_life()
             self.ledger.poll()
             place, record = self._place(), self.ledger.current
