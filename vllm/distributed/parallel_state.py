@@ -19,7 +19,7 @@ import pickle
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -489,6 +489,32 @@ def initialize_model_parallel(
     assert _platform is not None
     ep = _groups["ep"]
     ep.all2all_manager = AgRsAll2AllManager(ep, _groups["dp"], _groups["tp"], barrier=_platform.policies.moe_barrier)
+
+
+@contextlib.contextmanager
+def as_rank(
+    rank: int, tensor_parallel_size: int, data_parallel_size: int, enable_expert_parallel: bool, device: torch.device
+) -> Iterator[None]:
+    """Within it this process has the groups of ``rank`` in a run that nobody started: to ask what the rank would hold.
+    No collective works.
+
+    Raises:
+        ValueError: the process has groups of its own.
+    """
+    if _groups:
+        raise ValueError("this process runs an engine: ask in another one")
+    tp, dp = tensor_parallel_size, data_parallel_size
+    first = rank // tp * tp
+    everyone = list(range(tp * dp))
+    lists = {"world": everyone, "tp": everyone[first : first + tp], "dp": everyone[rank % tp :: tp]}
+    lists["ep"] = everyone if enable_expert_parallel else [rank]
+    for kind, ranks in lists.items():
+        communicator = CpuCommunicator(None, device, None, kind, ranks, rank)
+        _groups[kind] = GroupCoordinator(kind, ranks, rank, device, None, None, communicator)
+    try:
+        yield
+    finally:
+        _groups.clear()
 
 
 def _check_same_layout(world: GroupCoordinator, tp: int, dp: int, enable_expert_parallel: bool) -> None:

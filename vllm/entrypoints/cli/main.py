@@ -35,7 +35,10 @@ def _patches(argv: Sequence[str]) -> int:
 
 
 def _doctor(argv: Sequence[str]) -> int:
-    from vllm.v1.debug.doctor import main
+    if any(word.split("=")[0] == "--fit" for word in argv):
+        from vllm.entrypoints.cli.fit import main
+    else:
+        from vllm.v1.debug.doctor import main
 
     return main(argv)
 
@@ -44,7 +47,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "bench throughput": (_throughput, "tokens per second of many requests at once"),
     "bench latency": (_latency, "time of one batch from prompt to last token"),
     "collect-env": (_collect_env, "what a bug report needs to know of this machine"),
-    "doctor": (_doctor, "read the ranks' collective ledgers and say who waits for whom"),
+    "doctor": (_doctor, "say from the ranks' ledgers who waits for whom; with --fit MODEL what a rank holds"),
     "patches": (_patches, "apply this project's fixes to an upstream vLLM"),
 }
 

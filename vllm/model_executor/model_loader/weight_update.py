@@ -92,6 +92,17 @@ def _held(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
     ]
 
 
+def held_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """The weights, once each."""
+    tensors: dict[int, torch.Tensor] = {}
+    for _, _, value in _held(model):
+        parts = (
+            [value] if isinstance(value, torch.Tensor) else [getattr(value, f.name) for f in dataclasses.fields(value)]
+        )
+        tensors |= {id(part): part for part in parts if isinstance(part, torch.Tensor)}
+    return list(tensors.values())
+
+
 def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device)

@@ -17,7 +17,7 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _sizes(specs: Mapping[str, KVCacheSpec], vllm_config: VllmConfig) -> tuple[int, int, int, int]:
+def sizes(specs: Mapping[str, KVCacheSpec], vllm_config: VllmConfig) -> tuple[int, int, int, int]:
     """(bytes of a block, of a state slot, state slots, blocks that ``max_num_seqs`` full requests hold and one more)"""
     block_size, max_num_seqs = vllm_config.cache_config.block_size, vllm_config.scheduler_config.max_num_seqs
     bytes_per_block = block_size * sum(s.bytes_per_token for s in specs.values() if isinstance(s, AttentionSpec))
@@ -31,7 +31,7 @@ def useful_cache_bytes(specs: Mapping[str, KVCacheSpec], vllm_config: VllmConfig
 
     With prefix caching as many blocks again, for what requests that ended leave to later ones, up to 131072 in all.
     """
-    bytes_per_block, bytes_per_slot, num_slots, most_blocks = _sizes(specs, vllm_config)
+    bytes_per_block, bytes_per_slot, num_slots, most_blocks = sizes(specs, vllm_config)
     if vllm_config.cache_config.enable_prefix_caching:
         most_blocks = max(most_blocks, min(2 * most_blocks - 1, _MOST_CACHED_BLOCKS))
     return most_blocks * bytes_per_block + num_slots * bytes_per_slot
@@ -51,7 +51,7 @@ def get_kv_cache_config(
     """
     cache, max_model_len = vllm_config.cache_config, vllm_config.model_config.max_model_len
     block_size, max_num_seqs = cache.block_size, vllm_config.scheduler_config.max_num_seqs
-    bytes_per_block, bytes_per_slot, num_slots, most_blocks = _sizes(specs, vllm_config)
+    bytes_per_block, bytes_per_slot, num_slots, most_blocks = sizes(specs, vllm_config)
     needed_blocks = cdiv(max_model_len, block_size) + 1
     bytes_for_blocks = available_bytes - num_slots * bytes_per_slot
     if cache.num_gpu_blocks_override is not None:
