@@ -14,7 +14,8 @@ import torch
 from vllm.entrypoints.cli import collect_env
 from vllm.kernels import checks, cpu, ops, packages, reference, table, triton
 
-ONLY_TORCH = ("topk_softmax", "topk_sigmoid")  # on the CPU
+QUANTIZED = ("quantized_linear", "quantized_experts", "quantized_embedding")
+ONLY_TORCH = ("topk_softmax", "topk_sigmoid", *QUANTIZED)  # on the CPU
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def packages_with(*present: str) -> Callable[[str], Any]:
 def test_every_operator_has_contract_twin_and_row() -> None:
     public = {name for name, x in vars(ops).items() if inspect.isfunction(x) and x.__module__ == ops.__name__}
     helpers = {"pack_linear_weight", "unpack_linear_weight", "pack_expert_weights", "repack_expert_weight"}
-    helpers |= {"zeroed_cache", "zeroed_state"}
+    helpers |= {"zeroed_cache", "zeroed_state", "pack_quantized_weight"}
     assert {name for name in public if not name.startswith("_")} == {
         *table.TABLE,
         *helpers,
@@ -163,7 +164,7 @@ def test_packages_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("operator", table.TABLE)
 def test_checks_pass_what_is_right_and_see_what_is_wrong(operator: str) -> None:
     honest = getattr(cpu, operator, getattr(reference, operator))
-    packs = {"linear", "embedding", "fused_experts"}
+    packs = {"linear", "embedding", "fused_experts", *QUANTIZED}
     assert checks.failure(operator, getattr(reference, operator) if operator in packs else honest, "cpu") is None
 
     def wrong(*args: Any) -> Any:

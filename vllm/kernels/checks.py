@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vllm.kernels import reference, weights
 from vllm.kernels.padding import NULL_BLOCK, PAD_EXPERT, PAD_SLOT, PAD_STATE_SLOT
+from vllm.kernels.quantized import QuantizedWeight
 from vllm.kernels.weights import GDNWeights, PackedExperts
 
 NAN = float("nan")
@@ -26,7 +27,7 @@ ROWS, REAL = 9, 7
 def failure(operator: str, function: Callable[..., Any], device_type: str, module: Any = None) -> str | None:
     """What ``function`` of ``module`` does wrong as ``operator`` on a device of this type, None where nothing is."""
     with torch.device(device_type):
-        given, right = (_in_order_of(module, _CASES[operator](device_type)) for _ in range(2))
+        given, right = _in_order_of(module, _CASES[operator](device_type)), _CASES[operator](device_type)
     expected = _results(getattr(reference, operator)(*right), right)
     try:
         got = _results(function(*given), given)
@@ -45,6 +46,8 @@ def _in_order_of(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     def ordered(x: Any) -> Any:
         if isinstance(x, PackedExperts) and hasattr(module, "pack_expert_weights") and x.kind == "plain":
             return module.pack_expert_weights(x.data, x.gated)
+        if isinstance(x, QuantizedWeight) and hasattr(module, "pack_quantized_weight"):
+            return module.pack_quantized_weight(x)
         if isinstance(x, Tensor) and x.dim() == 4:
             make = getattr(module, "zeroed_state" if x.dtype is torch.float32 else "zeroed_cache", None)
             return x if make is None else make(tuple(x.shape), x.dtype).copy_(x)
@@ -97,6 +100,11 @@ def _experts(device: str) -> tuple[Any, ...]:
     E, D, inner = 4, 64, 32
     w13 = weights.pack_expert_weights(_randn(device, E, 2 * inner, D) / 8, gated=True)
     w2 = weights.pack_expert_weights(_randn(device, E, D, inner) / 8)
+    return _chosen(device, w13, w2, D)
+
+
+def _chosen(device: str, w13: Any, w2: Any, D: int) -> tuple[Any, ...]:
+    """Rows of D columns that chose two of four experts, or one, or none."""
     ids = _ints(device, [[0, 2], [PAD_EXPERT, 1], [2, 0], [2, 3], [0, PAD_EXPERT], [3, 2], [2, 0]])
     ids = torch.cat([ids, torch.full_like(ids[:2], PAD_EXPERT)])
     shares = _randn(device, ROWS, 2, dtype=torch.float32).abs()
@@ -134,9 +142,37 @@ def _linear(device: str) -> tuple[Any, ...]:
     return _randn(device, ROWS, 64) / 8, weights.pack_linear_weight(_randn(device, 32, 64))
 
 
+def _int4(device: str, *shape: int, group_size: int, zeros: bool, gated: bool = False) -> QuantizedWeight:
+    """Codes of all values; each group has a scale, and a zero, of its own."""
+    *experts, N, K = shape
+    generator = torch.Generator("cpu").manual_seed(sum(shape))
+    of_groups = (*experts, N, K // group_size)
+    codes = torch.randint(256, (*experts, N, K // 2), generator=generator, device="cpu").to(device, torch.uint8)
+    scales = (_randn(device, *of_groups).abs() + 0.5) * (K**-0.5 / 4)
+    low = torch.randint(5, 12, of_groups, generator=generator, device="cpu").to(device, torch.uint8)
+    return QuantizedWeight(
+        "int4", N, K, group_size, DTYPE, codes, scales, low if zeros else None, gated=gated
+    )  # fmt: skip
+
+
+def _quantized_linear(device: str) -> tuple[Any, ...]:
+    x = _randn(device, ROWS, 64)
+    x[1] = NAN  # which is nobody else's
+    return x, _int4(device, 32, 64, group_size=32, zeros=True), _randn(device, 32)
+
+
+def _quantized_experts(device: str) -> tuple[Any, ...]:
+    E, D, inner = 4, 128, 128
+    w13 = _int4(device, E, 2 * inner, D, group_size=128, zeros=False, gated=True)
+    return _chosen(device, w13, _int4(device, E, D, inner, group_size=128, zeros=False), D)
+
+
 _CASES: dict[str, Callable[[str], tuple[Any, ...]]] = {
     "linear": _linear,
     "embedding": lambda d: (_ints(d, [8, 5, 36, 4, 37], torch.int64), _linear(d)[1], (5, 37)),
+    "quantized_linear": _quantized_linear,
+    "quantized_experts": _quantized_experts,
+    "quantized_embedding": lambda d: (_ints(d, [8, 5, 36, 4, 37], torch.int64), _quantized_linear(d)[1], (5, 37)),
     "rms_norm": lambda d: (_randn(d, ROWS, 3, 64), _randn(d, 64), 1e-6),
     "fused_add_rms_norm": lambda d: (_randn(d, ROWS, 64), _randn(d, ROWS, 64) + 1, _randn(d, 64), 1e-6),
     "silu_and_mul": lambda d: (_randn(d, ROWS, 128),),

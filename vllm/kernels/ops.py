@@ -90,6 +90,12 @@ def embedding(
     return _run_packed(operator, packed, ids_T, packed, vocab_range)
 
 
+def quantized_embedding(ids_T: Tensor, weight: QuantizedWeight, vocab_range: tuple[int, int] | None = None) -> Tensor:
+    """``embedding`` with a weight as ``pack_quantized_weight`` gives it: rows of what it means, rounded once to its
+    dtype."""
+    return _run_packed("quantized_embedding", weight, ids_T, weight, vocab_range)
+
+
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, with the roundings of transformers.
 
@@ -209,6 +215,19 @@ def fused_experts(
     """
     operator = "quantized_experts" if isinstance(w13, QuantizedWeight) else "fused_experts"
     return _run_packed(operator, w13, x_TD, w13, w2, topk_ids_TS, topk_weights_TS, out)
+
+
+def quantized_experts(
+    x_TD: Tensor,
+    w13: QuantizedWeight,
+    w2: QuantizedWeight,
+    topk_ids_TS: Tensor,
+    topk_weights_TS: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``fused_experts`` with weights as ``pack_quantized_weight`` gives them, each product as ``quantized_linear``'s:
+    where ``activations`` says so, a row of x and a row of ``silu(gate) * up`` are rounded each to a grid of its own."""
+    return _run_packed("quantized_experts", w13, x_TD, w13, w2, topk_ids_TS, topk_weights_TS, out)
 
 
 def pack_linear_weight(weight_NK: Tensor, into: PackedWeight | None = None) -> PackedWeight:
