@@ -104,6 +104,15 @@ def topk_softmax(
     ids.copy_(new_ids)
 
 
+def grouped_topk(
+    scores: Tensor, groups: int, kept: int, top_k: int, renormalize: bool, scale: float, bias: Tensor, scoring: int
+) -> tuple[Tensor, Tensor]:
+    assert scores.is_contiguous() and bias.is_contiguous() and scoring == 1 and max(groups, top_k) <= 32
+    assert not scores.isnan().any(), "a NaN makes one expert the choice many times"
+    weights, ids = reference.grouped_topk(scores, top_k, renormalize, len(scores), groups, kept, 2, True, bias)
+    return weights * scale, ids
+
+
 def remap_hidden_states(
     x: Tensor, scales: Any, rows: Tensor, row_scales: Any, table: Tensor | None, counts: Tensor, place: Tensor,
     ids: Tensor, total: int, local: int,
@@ -177,8 +186,8 @@ def gdn_attention(*args: Any) -> None:
 
 
 _MADE: tuple[Callable[..., Any], ...] = (
-    rms_norm, fused_add_rms_norm, silu_and_mul, reshape_and_cache_flash, varlen_fwd, topk_softmax, remap_hidden_states,
-    cutlass_grouped_gemm_interface, moe_gather, gdn_attention,
+    rms_norm, fused_add_rms_norm, silu_and_mul, reshape_and_cache_flash, varlen_fwd, topk_softmax, grouped_topk,
+    remap_hidden_states, cutlass_grouped_gemm_interface, moe_gather, gdn_attention,
 )  # fmt: skip
 
 

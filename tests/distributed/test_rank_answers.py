@@ -105,14 +105,14 @@ def test_wait_for_all_waits() -> None:
 def shared_expert_rows() -> torch.Tensor:
     from vllm import forward_context
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
-    from vllm.model_executor.layers.fused_moe import FusedMoE
+    from vllm.model_executor.layers.fused_moe import FusedMoE, Router
     from vllm.v1.worker.batch_plan import BatchPlan
     from vllm.v1.worker.dp_utils import DPVote, agree
 
     init_distributed_environment()
     initialize_model_parallel(1, 2, True)
     rank = rank_checks.own_rank()
-    moe = FusedMoE(4, 2, 8, 8, True, torch.float32, "experts", lambda e: (f"{e}.g", f"{e}.u", f"{e}.d"), True)
+    moe = FusedMoE(Router(4, 2, True), 8, 8, torch.float32, "experts", lambda e: (f"{e}.g", f"{e}.u", f"{e}.d"), True)
     for spec in moe.weight_specs():
         if spec.needed:
             spec.take(torch.zeros(spec.shape))

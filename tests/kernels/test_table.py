@@ -15,7 +15,7 @@ from vllm.entrypoints.cli import collect_env
 from vllm.kernels import checks, cpu, ops, packages, reference, table, triton
 
 QUANTIZED = ("quantized_linear", "quantized_experts", "quantized_embedding")
-ONLY_TORCH = ("topk_softmax", "topk_sigmoid", *QUANTIZED)  # on the CPU
+ONLY_TORCH = ("topk_softmax", "topk_sigmoid", "grouped_topk", *QUANTIZED)  # on the CPU
 
 
 @pytest.fixture

@@ -181,6 +181,7 @@ _CASES: dict[str, Callable[[str], tuple[Any, ...]]] = {
     "paged_attention": _paged,
     "topk_softmax": _routed,
     "topk_sigmoid": lambda d: (*_routed(d), _randn(d, 16, dtype=torch.float32) / 4),
+    "grouped_topk": lambda d: (*_routed(d), 4, 2, 2, True, _randn(d, 16, dtype=torch.float32) / 4),
     "fused_experts": _experts,
     "gated_delta_net": _delta_net,
 }

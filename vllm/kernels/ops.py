@@ -297,6 +297,27 @@ def topk_sigmoid(
     return _run("topk_sigmoid", router_logits_TE, top_k, renormalize, num_tokens_unpadded, bias_E)
 
 
+def grouped_topk(
+    router_logits_TE: Tensor,
+    top_k: int,
+    renormalize: bool,
+    num_tokens_unpadded: int | Tensor,
+    num_groups: int,
+    topk_groups: int,
+    group_top: int,
+    sigmoid: bool,
+    bias_E: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As ``topk_sigmoid``, or without ``sigmoid`` as ``topk_softmax``, from the best of ``num_groups`` equal groups of
+    neighbouring experts alone (DeepSeek-AI 2024, arXiv:2405.04434): the ``topk_groups`` whose ``group_top`` best
+    scores, each with its bias, have the largest sum. They have at least ``top_k`` experts.
+    """
+    return _run(
+        "grouped_topk", router_logits_TE, top_k, renormalize, num_tokens_unpadded, num_groups, topk_groups, group_top,
+        sigmoid, bias_E,
+    )  # fmt: skip
+
+
 def zeroed_cache(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A zeroed key or value cache [num_blocks, J, block_size, D] on the default device, in whatever order of memory the
     implementation of ``paged_attention`` reads."""

@@ -220,6 +220,26 @@ def topk_sigmoid(
     return _shares(scores.gather(1, ids), ids, renormalize, 1e-20, num_tokens_unpadded)
 
 
+def grouped_topk(
+    router_logits_TE: Tensor,
+    top_k: int,
+    renormalize: bool,
+    num_tokens_unpadded: int | Tensor,
+    num_groups: int,
+    topk_groups: int,
+    group_top: int,
+    sigmoid: bool,
+    bias_E: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    logits = router_logits_TE.float()
+    scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
+    keys_TGE = (scores if bias_E is None else scores + bias_E).unflatten(1, (num_groups, -1))
+    best = keys_TGE.topk(group_top).values.sum(-1).topk(topk_groups).indices
+    passed = torch.ones(keys_TGE.shape[:2], dtype=torch.bool, device=best.device).scatter_(1, best, False)
+    ids = keys_TGE.masked_fill(passed[:, :, None], -torch.inf).flatten(1).topk(top_k).indices
+    return _shares(scores.gather(1, ids), ids, renormalize, 1e-20 if sigmoid else 0, num_tokens_unpadded)
+
+
 def _shares(
     weights: Tensor, ids: Tensor, renormalize: bool, tiny: float, num_tokens_unpadded: int | Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -41,6 +41,7 @@ TABLE = {
     "paged_attention":    ("cpu", "triton",     "xpu triton"),
     "topk_softmax":       ("",    "triton",     "xpu triton"),
     "topk_sigmoid":       ("",    "triton",     "triton"),
+    "grouped_topk":       ("",    "triton",     "xpu triton"),
     "fused_experts":      ("cpu", "triton",     "xpu triton"),
     "gated_delta_net":    ("cpu", "fla triton", "xpu fla triton"),
 }  # fmt: skip

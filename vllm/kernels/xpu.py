@@ -35,6 +35,7 @@ _KERNELS = {
     "reshape_and_cache": ("_C_cache_ops.reshape_and_cache_flash",),
     "paged_attention": ("_vllm_fa2_C.varlen_fwd",),
     "topk_softmax": ("_moe_C.topk_softmax",),
+    "grouped_topk": ("_moe_C.grouped_topk",),
     "fused_experts": (
         "_moe_C.remap_hidden_states",
         "_xpu_C.cutlass_grouped_gemm_interface",
@@ -268,6 +269,34 @@ def topk_softmax(
         logits = router_logits_TE[:real].contiguous()
         torch.ops._moe_C.topk_softmax(weights[:real], ids[:real], unused[:real], logits, renormalize, None, None)
     weights[real:], ids[real:] = 0, PAD_EXPERT
+    return weights, ids
+
+
+def grouped_topk(
+    router_logits_TE: Tensor,
+    top_k: int,
+    renormalize: bool,
+    num_tokens_unpadded: int,
+    num_groups: int,
+    topk_groups: int,
+    group_top: int,
+    sigmoid: bool,
+    bias_E: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    (T, E), device = router_logits_TE.shape, router_logits_TE.device
+    if not sigmoid or group_top != 2 or max(num_groups, top_k) > 32:
+        raise NotImplementedError(
+            f"{top_k} experts of the best of {num_groups} groups, judged by their best {group_top}, sigmoid={sigmoid}: "
+            "vllm-xpu-kernels takes up to 32 of each, judged by the best two sigmoids"
+        )
+    weights = torch.zeros(T, top_k, dtype=torch.float32, device=device)
+    ids = torch.full((T, top_k), PAD_EXPERT, dtype=torch.int32, device=device)
+    if real := num_tokens_unpadded:
+        bias = torch.zeros(E, dtype=torch.float32, device=device) if bias_E is None else bias_E
+        logits = router_logits_TE[:real].contiguous()
+        weights[:real], ids[:real] = torch.ops._moe_C.grouped_topk(
+            logits, num_groups, topk_groups, top_k, renormalize, 1.0, bias, 1
+        )
     return weights, ids
 
 

@@ -77,6 +77,7 @@ def main() -> None:
         ("embedding", (ids, weights.pack_linear_weight(new(37984, D)), (37984, 75968))),
         ("topk_softmax", (new(T, 128), 8, True, 22)),
         ("topk_sigmoid", (new(T, 256), 8, True, count, new(256, dtype=torch.float32))),
+        ("grouped_topk", (new(T, 256), 8, True, count, 8, 4, 2, True, new(256, dtype=torch.float32))),
     ]
     for operator[0], args in calls:
         getattr(operators, operator[0])(*args)

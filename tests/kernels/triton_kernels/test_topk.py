@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm.kernels import ops, reference
+from vllm.model_executor.layers.fused_moe import Router
 
 pytest.importorskip("triton")
 from row_cases import ACCELERATOR, DTYPES, NAN, few, on_a_device, randn, wide_rows
@@ -119,6 +120,97 @@ def test_sigmoid_equals_transformers():
         for row in range(5):
             got = dict(zip(ids[row].tolist(), weights[row].tolist(), strict=True))
             assert got == pytest.approx(dict(zip(want_ids[row].tolist(), want[row].tolist(), strict=True)), rel=1e-5)
+
+
+@few
+@given(
+    st.tuples(st.integers(0, 5), st.integers(0, 3)),
+    st.sampled_from([(8, 4, 2, 3), (24, 3, 1, 2), (12, 6, 3, 6), (6, 6, 5, 4)]),
+    st.sampled_from([1, 2]),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(DTYPES),
+)
+def test_groups(nan_poison, rows, sizes, group_top, sigmoid, renormalize, dtype):
+    """By hand: the groups' worth in fp64, the experts of the best of them, the best of these. Scores are off by 1e-6,
+    no two sums are as close."""
+    (real, pads), (E, G, kept, K) = rows, sizes
+    logits = 2 * randn(real + pads, E).to(dtype)
+    logits[real:] = NAN
+    bias, group_top = (0.3 * randn(E, seed=1) - 0.4 if sigmoid else None), min(group_top, E // G)
+    scores = scores_of(logits[:real], sigmoid)
+    keys = scores if bias is None else scores + bias.double()
+    for implementation in (operators.grouped_topk, reference.grouped_topk):
+        args = wide_rows(logits, "cpu"), K, renormalize, real, G, kept, group_top, sigmoid, bias
+        weights, ids = implementation(*args)
+        assert weights.dtype is torch.float32
+        assert ids.dtype is torch.int32
+        assert ids[real:].eq(-1).all()
+        assert weights[real:].eq(0).all()
+        for key, score, chosen, weight in zip(keys.tolist(), scores, ids.tolist(), weights, strict=False):
+            each = E // G
+            worth = [sum(sorted(key[g * each : (g + 1) * each])[-group_top:]) for g in range(G)]
+            best = sorted(range(G), key=worth.__getitem__)[-kept:]
+            allowed = [e for e in range(E) if e // each in best]
+            assert chosen == sorted(allowed, key=key.__getitem__)[: -K - 1 : -1]
+            want = score[chosen]
+            want = want / want.sum() if renormalize else want
+            torch.testing.assert_close(weight.double(), want, rtol=4e-6, atol=1e-12)
+
+
+def test_groups_equal_transformers():
+    """DeepSeek-V3's: all experts of the groups that were not kept have keys above some of the kept ones'."""
+    from transformers.models.deepseek_v2.configuration_deepseek_v2 import DeepseekV2Config
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+    from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 16}
+    sizes |= {"num_experts_per_tok": 6, "n_group": 4, "topk_group": 2}
+    v3 = DeepseekV3TopkRouter(DeepseekV3Config(**sizes, routed_scaling_factor=2.5, norm_topk_prob=True))
+    v2 = DeepseekV2TopkRouter(
+        DeepseekV2Config(**sizes, routed_scaling_factor=2.0, topk_method="group_limited_greedy", norm_topk_prob=False)
+    )
+    x = randn(5, 16, seed=2)
+    for router, group_top, scale in ((v3, 2, 2.5), (v2, 1, 2.0)):
+        router.weight.data = randn(16, 16)
+        bias = None
+        if router is v3:
+            bias = router.e_score_correction_bias = randn(16, seed=3) - 1
+        logits, want, want_ids = router(x)
+        own = Router(16, 6, router is v3, "sigmoid" if router is v3 else "softmax", scale, None, 4, 2, group_top)
+        own.bias = bias
+        for implementation in (operators.grouped_topk, reference.grouped_topk, None):
+            args = logits, 6, router is v3, 5, 4, 2, group_top, router is v3, bias
+            weights, ids = own(logits, 5) if implementation is None else implementation(*args)
+            for row in range(5):
+                got = dict(zip(ids[row].tolist(), weights[row].tolist(), strict=True))
+                factor = 1 if implementation is None else 1 / scale
+                right = dict(zip(want_ids[row].tolist(), (want[row] * factor).tolist(), strict=True))
+                assert got == pytest.approx(right, rel=1e-5)
+
+
+def test_the_softmax_of_the_chosen_is_the_renormalised_one_of_all():
+    logits = 4 * randn(7, 12)
+    want = logits.double().topk(4)
+    weights, ids = Router(12, 4, True)(logits, 7)
+    assert torch.equal(ids.long(), want.indices)
+    torch.testing.assert_close(weights.double(), want.values.softmax(-1), rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((8, 9, True), "num_experts_per_tok=9 of 8 experts"),
+        ((8, 2, True, "tanh"), "scoring_func='tanh'"),
+        ((8, 2, True, "sigmoid", 1.0, None, 3, 1), "n_group=3, topk_group=1 of 8 experts"),
+        ((8, 2, True, "sigmoid", 1.0, None, 4, 5), "n_group=4, topk_group=5 of 8 experts"),
+        ((8, 5, True, "sigmoid", 1.0, None, 4, 2), "num_experts_per_tok=5 of the 4 experts in 2 groups"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Router(*arguments)
 
 
 def test_misuse_is_named():

@@ -13,13 +13,14 @@ from vllm.kernels.triton.experts import fused_experts
 from vllm.kernels.triton.gdn import gated_delta_net
 from vllm.kernels.triton.norms import fused_add_rms_norm, rms_norm, rms_norm_gated
 from vllm.kernels.triton.rotary import rotary_embedding
-from vllm.kernels.triton.routing import topk_sigmoid, topk_softmax
+from vllm.kernels.triton.routing import grouped_topk, topk_sigmoid, topk_softmax
 
 __all__ = [
     "embedding",
     "fused_add_rms_norm",
     "fused_experts",
     "gated_delta_net",
+    "grouped_topk",
     "paged_attention",
     "paged_attention_workspace",
     "reshape_and_cache",

@@ -20,6 +20,7 @@ _MOST_EXPERTS = 4096
 def _topk_kernel(
     logits, l0, bias, weights, ids, num_rows, num_real, num_real_ptr,
     E: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_TOP: tl.constexpr, BLOCK_G: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     if num_real_ptr is not None:
@@ -40,6 +41,22 @@ def _topk_kernel(
     # A row of NaN still chooses K experts that exist, once each.
     key = tl.where(key != key, float("inf"), key)  # noqa: PLR0124
     key = tl.where(e < E, key, float("-inf"))
+    if TOP_GROUPS < GROUPS:
+        group, g = e // (E // GROUPS), tl.arange(0, BLOCK_G)[None, :]
+        worth = tl.full([ROWS, BLOCK_G], float("-inf"), tl.float32)
+        for i in range(GROUPS):
+            of_group, total = tl.where(group == i, key, float("-inf")), tl.zeros([ROWS, 1], tl.float32)
+            for _ in range(GROUP_TOP):
+                total += tl.max(of_group, axis=1)[:, None]
+                best = tl.argmax(of_group, axis=1, tie_break_left=True)[:, None]
+                of_group = tl.where(e == best, float("-inf"), of_group)
+            worth = tl.where(g == i, total, worth)
+        kept = e < 0
+        for _ in range(TOP_GROUPS):
+            best = tl.argmax(worth, axis=1, tie_break_left=True)[:, None]
+            kept = kept | (group == best)
+            worth = tl.where(g == best, float("-inf"), worth)
+        key = tl.where(kept, key, float("-inf"))
     weight = tl.zeros([ROWS, BLOCK_K], tl.float32)
     chosen = tl.full([ROWS, BLOCK_K], -1, tl.int32)
     total = tl.zeros([ROWS], tl.float32)
@@ -58,13 +75,24 @@ def _topk_kernel(
 
 
 def _topk(
-    logits_TE: Tensor, top_k: int, renormalize: bool, num_real: int | Tensor, sigmoid: bool, bias_E: Tensor | None
+    logits_TE: Tensor,
+    top_k: int,
+    renormalize: bool,
+    num_real: int | Tensor,
+    sigmoid: bool,
+    bias_E: Tensor | None,
+    groups: tuple[int, int, int] = (1, 1, 1),
 ) -> tuple[Tensor, Tensor]:
     refuse_other_dtypes(logits_TE)
     T, E = logits_TE.shape
     if E > _MOST_EXPERTS:
         raise NotImplementedError(f"{E} experts, the most is {_MOST_EXPERTS}")
     assert 0 < top_k <= E, f"{top_k} of {E} experts"
+    num_groups, topk_groups, group_top = groups
+    assert E % num_groups == 0, f"{num_groups} groups of {E} experts"
+    wanted = f"{top_k} experts of {topk_groups} groups of {E // num_groups} each, by their best {group_top}"
+    assert group_top <= E // num_groups, wanted
+    assert top_k <= topk_groups * (E // num_groups), wanted
     fits("router_logits", logits_TE, (T, E), logits_TE.dtype)
     if bias_E is not None:
         fits("bias", bias_E, (E,), *DTYPES)
@@ -75,7 +103,8 @@ def _topk(
     if T:
         _topk_kernel[(triton.cdiv(T, shape["ROWS"]),)](
             logits_TE, rows_of(logits_TE)[2], bias_E, weights, ids, T, on_host, on_device,
-            E, top_k, sigmoid, renormalize, triton.next_power_of_2(top_k), **shape,
+            E, top_k, sigmoid, renormalize, triton.next_power_of_2(top_k),
+            num_groups, topk_groups, group_top, triton.next_power_of_2(num_groups), **shape,
         )  # fmt: skip
     return weights, ids
 
@@ -94,3 +123,18 @@ def topk_sigmoid(
     bias_E: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return _topk(router_logits_TE, top_k, renormalize, num_tokens_unpadded, True, bias_E)
+
+
+def grouped_topk(
+    router_logits_TE: Tensor,
+    top_k: int,
+    renormalize: bool,
+    num_tokens_unpadded: int | Tensor,
+    num_groups: int,
+    topk_groups: int,
+    group_top: int,
+    sigmoid: bool,
+    bias_E: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    groups = num_groups, topk_groups, group_top
+    return _topk(router_logits_TE, top_k, renormalize, num_tokens_unpadded, sigmoid, bias_E, groups)

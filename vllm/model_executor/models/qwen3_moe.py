@@ -10,7 +10,7 @@ from torch import nn
 
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.activation import check_hidden_act
-from vllm.model_executor.layers.fused_moe import FusedMoE
+from vllm.model_executor.layers.fused_moe import FusedMoE, Router
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.models.causal_lm import CausalLM
@@ -25,11 +25,9 @@ class Qwen3MoeSparseMoeBlock(nn.Module):
         config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
         self.gate = ReplicatedLinear(config.hidden_size, config.num_experts, False, dtype, f"{prefix}.gate")
         self.experts = FusedMoE(
-            config.num_experts,
-            config.num_experts_per_tok,
+            Router(config.num_experts, config.num_experts_per_tok, renormalize),
             config.hidden_size,
             config.moe_intermediate_size,
-            renormalize,
             dtype,
             f"{prefix}.experts",
             lambda e: (

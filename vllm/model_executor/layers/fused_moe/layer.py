@@ -16,12 +16,13 @@ from vllm import forward_context
 from vllm.distributed import get_ep_group, get_tp_group
 from vllm.kernels import ops
 from vllm.kernels.weights import PackedExperts
+from vllm.model_executor.layers.fused_moe.router import Router
 from vllm.model_executor.layers.linear import divide
 from vllm.model_executor.parameter import WeightSpec
 
 
 class FusedMoE(nn.Module):
-    """Routed SwiGLU experts: hidden_states [T, hidden] and router_logits [T, E] → [T, hidden].
+    """Routed SwiGLU experts: hidden_states [T, hidden] and router_logits [T, E] → [T, hidden]; the ``router`` chooses.
 
     With expert parallelism each EP rank holds a run of whole experts, the first ``E % ep`` ranks one more than the
     rest, which may be none; else every rank holds a TP slice of each expert. ``expert_names(e)`` gives the checkpoint
@@ -35,39 +36,35 @@ class FusedMoE(nn.Module):
 
     def __init__(
         self,
-        num_experts: int,
-        top_k: int,
+        router: Router,
         hidden_size: int,
         intermediate_size: int,
-        renormalize: bool,
         dtype: torch.dtype,
         prefix: str,
         expert_names: Callable[[int], tuple[str, str, str]],
         enable_expert_parallel: bool,
     ) -> None:
         super().__init__()
-        if not 0 < top_k <= num_experts:
-            raise ValueError(f"{prefix}: num_experts_per_tok={top_k} of {num_experts} experts; give 1 to {num_experts}")
-        self.num_experts, self.top_k, self.renormalize = num_experts, top_k, renormalize
+        self.router, self.num_experts = router, router.num_experts
         self.hidden_size, self.intermediate_size, self.dtype = hidden_size, intermediate_size, dtype
         self.layer_name, self.expert_names = prefix, expert_names
         ep, tp = get_ep_group(), get_tp_group()
         if enable_expert_parallel:
-            each, more = divmod(num_experts, ep.world_size)
+            each, more = divmod(self.num_experts, ep.world_size)
             self.local_num_experts = each + (ep.rank_in_group < more)
             self.first_expert = ep.rank_in_group * each + min(ep.rank_in_group, more)
             self.intermediate_slice = slice(None)
             self.local_intermediate = intermediate_size
         else:
-            self.local_num_experts, self.first_expert = num_experts, 0
+            self.local_num_experts, self.first_expert = self.num_experts, 0
             self.local_intermediate = divide(intermediate_size, tp.world_size, f"intermediate size of {prefix}")
             first = tp.rank_in_group * self.local_intermediate
             self.intermediate_slice = slice(first, first + self.local_intermediate)
-        expert_map = torch.full((num_experts,), -1, dtype=torch.int32)
+        expert_map = torch.full((self.num_experts,), -1, dtype=torch.int32)
         expert_map[self.first_expert : self.first_expert + self.local_num_experts] = torch.arange(
             self.local_num_experts, dtype=torch.int32
         )
-        self.expert_map = None if self.local_num_experts == num_experts else expert_map
+        self.expert_map = None if self.local_num_experts == self.num_experts else expert_map
         self.w13: PackedExperts | None = None
         self.w2: PackedExperts | None = None
 
@@ -111,7 +108,7 @@ class FusedMoE(nn.Module):
         Its pad rows are set to 0."""
         forward_context.set_current_layer(self.layer_name)
         plan = forward_context.get_forward_context().batch_plan
-        weights, ids = ops.topk_softmax(router_logits, self.top_k, self.renormalize, plan.num_tokens_unpadded)
+        weights, ids = self.router(router_logits, plan.num_tokens_unpadded)
         if tp_partial is not None:
             tp_partial[plan.num_tokens_unpadded :] = 0
         ep = get_ep_group()
