@@ -60,7 +60,8 @@ def get_rope(
     elif kind in ROPE_INIT_FUNCTIONS:
         config = copy.deepcopy(hf_config)
         config.rope_parameters, config.head_dim = parameters, head_dim
-        inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, device="cpu", seq_len=max_position)
+        with torch.device("cpu"):  # for all that they make on the way
+            inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, device="cpu", seq_len=max_position)
         if kind == "longrope" and max_position > (original := parameters["original_max_position_embeddings"]):
             logger.warning(
                 "max_model_len=%d: all requests get longrope's long factors, made for more than %d tokens; with "
