@@ -192,8 +192,7 @@ def gdn_attention(*args: Any) -> None:
 
 _MADE: tuple[Callable[..., Any], ...] = (
     rms_norm, fused_add_rms_norm, silu_and_mul, gelu_tanh_and_mul, reshape_and_cache_flash, varlen_fwd, topk_softmax,
-    grouped_topk,
-    remap_hidden_states, cutlass_grouped_gemm_interface, moe_gather, gdn_attention,
+    grouped_topk, remap_hidden_states, cutlass_grouped_gemm_interface, moe_gather, gdn_attention,
 )  # fmt: skip
 
 
