@@ -102,7 +102,7 @@ def _step_bytes(model: nn.Module, mixtures: Sequence[FusedMoE], vllm_config: Vll
     if mixtures:
         one, parallel = mixtures[0], vllm_config.parallel_config
         gathered = rows * (parallel.data_parallel_size if parallel.enable_expert_parallel else 1)
-        slots = gathered * one.top_k
+        slots = gathered * one.router.top_k
         total += gathered * one.hidden_size * 2 * width
         total += slots * (3 * one.local_intermediate * width + 4 * one.hidden_size)
     seen = min(vllm_config.model_config.max_model_len, config.vocab_size)

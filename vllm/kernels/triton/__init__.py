@@ -5,7 +5,7 @@ Inputs are widened to fp32 after they are loaded and rounded once before they ar
 run in Triton's interpreter (``TRITON_INTERPRET=1``, set before ``triton`` is imported), launch by launch in Python.
 """
 
-from vllm.kernels.triton.activation import silu_and_mul
+from vllm.kernels.triton.activation import gelu_tanh_and_mul, silu_and_mul
 from vllm.kernels.triton.attention import paged_attention, paged_attention_workspace
 from vllm.kernels.triton.cache import reshape_and_cache
 from vllm.kernels.triton.embedding import embedding
@@ -20,6 +20,7 @@ __all__ = [
     "fused_add_rms_norm",
     "fused_experts",
     "gated_delta_net",
+    "gelu_tanh_and_mul",
     "grouped_topk",
     "paged_attention",
     "paged_attention_workspace",
