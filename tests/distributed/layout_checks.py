@@ -47,10 +47,10 @@ def rank_llm(folder: str, tp: int, dp: int, ep: bool = True, **kwargs: Any) -> A
 
 
 def run_loads(
-    folder: str, tp: int, dp: int, ep: bool, loads: list[str], max_delay_s: float
+    folder: str, tp: int, dp: int, ep: bool, loads: list[str], max_delay_s: float, options: dict[str, Any]
 ) -> dict[str, list[tuple[int, ...]]]:
     """On a rank: the loads one after the other on one engine; token ids by load."""
-    llm = rank_llm(folder, tp, dp, ep)
+    llm = rank_llm(folder, tp, dp, ep, **options)
     result = {}
     with rank_checks.observed(max_delay_s):
         for load in loads:
@@ -71,8 +71,10 @@ def check(
     loads: list[str],
     max_delay_s: float,
     env: dict[str, str] | None = None,
+    options: dict[str, Any] | None = None,
 ) -> None:
-    """``models``: the module that has the checkpoint and its greedy tokens, ``tiny_models`` or ``tiny_hybrids``."""
+    """``models``: the module that has the checkpoint and its greedy tokens, ``tiny_models`` or ``tiny_hybrids``;
+    ``options``: of ``LLM``."""
     by_rank = launcher.run_ranks(
         run_loads,
         tp * dp,
@@ -82,6 +84,7 @@ def check(
         ep,
         loads,
         max_delay_s,
+        options or {},
         env={"VLLM_POLICIES": policies, **(env or {})},
         poison=True,
         deadline_s=180,

@@ -85,7 +85,7 @@ def test_unknown_argument_names_the_nearest(name, near):
         ("cpu_offload_gb", 0, 1.5),
         ("limit_mm_per_prompt", {}, {"image": 1}),
         ("runner", "generate", "pooling"),
-        ("enable_eplb", False, True),
+        ("enable_dbo", False, True),
         ("nnodes", 1, True),
     ],
 )

@@ -139,7 +139,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         """enable_return_routed_experts return_sampling_mask enable_prompt_embeds numa_bind data_parallel_hybrid_lb
         data_parallel_external_lb data_parallel_multi_port_external_lb enable_hc_sp enable_batch_sharded_sampling
-        enable_ep_weight_filter enable_elastic_ep enable_dbo enable_eplb disable_sliding_window
+        enable_ep_weight_filter enable_elastic_ep enable_dbo disable_sliding_window
         long_prefill_token_threshold_adaptive use_fp64_gumbel enable_trace_replay aggregate_engine_logging
         allow_deprecated_quantization enable_shm_tensor_arena enable_mm_embeds interleave_mm_strings mm_encoder_only
         skip_mm_profiling enable_lora fully_sharded_loras enable_tower_connector_lora specialize_active_lora
@@ -158,7 +158,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
         cpu_distributed_timeout_seconds numa_bind_nodes numa_bind_cpus device_ids dcp_comm_backend dcp_q_replicate
         cp_kv_cache_interleave_size data_parallel_rank data_parallel_start_rank data_parallel_size_local
         data_parallel_address data_parallel_rpc_port elastic_ep_max_dp_size ubatch_size
-        disable_nccl_for_dp_synchronization eplb_config max_parallel_loading_workers prefix_cache_retention_interval
+        disable_nccl_for_dp_synchronization max_parallel_loading_workers prefix_cache_retention_interval
         cpu_offload_gb cpu_offload_params offload_group_size offload_params max_num_scheduled_tokens
         long_prefill_token_threshold max_num_active_seqs max_num_queued_reqs max_num_queued_tokens code_revision
         hf_token model_class_overrides quantization_config limit_mm_per_prompt media_io_kwargs mm_processor_kwargs
@@ -237,6 +237,8 @@ class EngineArgs:
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
     enable_expert_parallel: bool = False
+    eplb_config: dict[str, Any] | None = None
+    enable_eplb: bool = False
     block_size: int | None = None
     enable_prefix_caching: bool | None = None
     gpu_memory_utilization: float = CacheConfig.gpu_memory_utilization
@@ -332,6 +334,7 @@ class EngineArgs:
                 data_parallel_size=launchers.data_parallel_size(self.data_parallel_size, self.tensor_parallel_size),
                 enable_expert_parallel=self.enable_expert_parallel,
                 distributed_executor_backend=self.distributed_executor_backend,
+                eplb_step_interval=self._eplb_step_interval(),
             ),
             scheduler_config=self._scheduler_config(model_config.max_model_len),
             compilation_config=self._compilation_config(),
@@ -344,6 +347,23 @@ class EngineArgs:
         return hf.get_generation_config(
             path, self.generation_config, self.override_generation_config, model_config.hf_config
         )
+
+    def _eplb_step_interval(self) -> int | None:
+        """Loads count since the last balancing, whatever upstream's ``window_size`` says; no expert is held twice."""
+        given = {"step_interval": 3000, **(self.eplb_config or {})}
+        harmless: dict[str, tuple[Any, ...]] = {
+            "num_redundant_experts": (0,),
+            "window_size": (given.get("window_size"),),
+            "log_balancedness": (True, False),
+            "use_async": (False,),
+        }
+        for key, value in given.items():
+            if key != "step_interval" and value not in harmless.get(key, ()):
+                raise NotImplementedError(f"eplb_config has {key}={value!r}, which is not supported; leave it out")
+        interval = given["step_interval"]
+        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+            raise ValueError(f"eplb_config: step_interval={interval!r}: give a number of steps, 1 or more")
+        return interval if self.enable_eplb else None
 
     def _prefix_caching(self, model_config: ModelConfig) -> bool:
         if model_config.is_hybrid and self.enable_prefix_caching is not False:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from vllm.config import VllmConfig
+from vllm.distributed.eplb import runs
 from vllm.distributed.parallel_state import as_rank
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe import FusedMoE
@@ -33,12 +34,12 @@ _PER_LOGIT, _PER_SEEN_TOKEN = 44, 36
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank holds, in bytes. ``experts``: (first, number) of a layer, None without a mixture; their weights
-    are part of ``weights``. ``step``: what the largest step takes for a time, an estimate."""
+    """What one rank holds, in bytes. ``experts``: those of a layer, None without a mixture; their weights are part of
+    ``weights``. ``step``: what the largest step takes for a time, an estimate."""
 
     weights: int
     expert_weights: int
-    experts: tuple[int, int] | None
+    experts: list[int] | None
     block: int
     state: int
     step: int
@@ -78,7 +79,7 @@ def share_of(vllm_config: VllmConfig, rank: int) -> Share:
     return Share(
         weights=sum(tensor.nbytes for tensor in held_tensors(model)),
         expert_weights=sum(tensor.nbytes for mixture in mixtures for tensor in held_tensors(mixture)),
-        experts=(mixtures[0].first_expert, mixtures[0].local_num_experts) if mixtures else None,
+        experts=mixtures[0].local_experts if mixtures else None,
         block=block,
         state=slot * num_slots,
         step=_step_bytes(model, mixtures, vllm_config),
@@ -125,8 +126,7 @@ def report(vllm_config: VllmConfig, memory: float, utilization: float) -> tuple[
     ]
     shares = [share_of(vllm_config, rank) for rank in range(tp * dp)]
     for rank, share in enumerate(shares):
-        held = "-" if share.experts is None else f"{share.experts[0]}-{sum(share.experts) - 1}"
-        held = "none" if share.experts and not share.experts[1] else held
+        held = "-" if share.experts is None else runs(share.experts)
         left = usable - share.weights - share.step - share.state
         lines.append(
             f"{rank:>4} {held:>10} {share.weights / GiB:>8.2f} {share.step / GiB:>7.2f} {share.state / GiB:>7.2f} "

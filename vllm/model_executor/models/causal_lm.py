@@ -85,6 +85,10 @@ class CausalLM(nn.Module):
         self.missing_weights -= taken
         return taken
 
+    def forget_weight_specs(self) -> None:
+        """Experts have moved: others of them are this rank's to load."""
+        vars(self).pop("_spec_of", None)
+
     def drop_weights(self) -> None:
         """Free all weights; each is in ``missing_weights`` until ``load_weights`` brings it."""
         drop_weights(self)

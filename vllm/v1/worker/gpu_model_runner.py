@@ -14,6 +14,7 @@ import torch
 
 from vllm.config import VllmConfig
 from vllm.distributed import get_dp_group, get_tp_group
+from vllm.distributed.eplb import ExpertLoadBalancer
 from vllm.forward_context import DPMetadata, set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.step_buffers import StepBuffers
@@ -63,6 +64,7 @@ class GPUModelRunner:
         self.sampler = Sampler(vllm_config.model_config.logprobs_mode)
         self.pad_to_max = pads_to_max(platform.policies, parallel.enable_expert_parallel, parallel.data_parallel_size)
         self.step = 0
+        self.balancer: ExpertLoadBalancer | None = None
         self.step_buffers = StepBuffers(self.max_num_tokens, self.device)
         self.any_unfinished_across_dp = False
         model_config, cache, max_num_reqs = vllm_config.model_config, vllm_config.cache_config, scheduler.max_num_seqs
@@ -115,6 +117,8 @@ class GPUModelRunner:
         plan = self._agree(scheduler_output, has_unfinished)
         if plan.num_tokens_padded == 0:
             return ModelRunnerOutput()
+        if self.balancer is not None and self.balancer.before_step(self.step - 1):
+            self.model.forget_weight_specs()
         with self.buffers.filling():
             inputs = self._prepare_inputs(scheduler_output, plan)
         copies = HostCopies(self.device)

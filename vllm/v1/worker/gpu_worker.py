@@ -13,10 +13,12 @@ import torch
 
 from vllm import envs
 from vllm.config import VllmConfig
-from vllm.distributed import GroupLease, get_dp_group, get_world_group
+from vllm.distributed import GroupLease, get_dp_group, get_ep_group, get_world_group
+from vllm.distributed.eplb import ExpertLoadBalancer
 from vllm.distributed.parallel_state import check_same_on_all_ranks, tell_all_launched
 from vllm.kernels.table import choose_anew
 from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe import FusedMoE
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.platforms import current_platform
@@ -122,6 +124,10 @@ class Worker:
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         with torch.device(self.device):
             self.runner.initialize_kv_cache(kv_cache_config)
+        interval = self.vllm_config.parallel_config.eplb_step_interval
+        if interval is not None:
+            layers = [module for module in self.runner.model.modules() if isinstance(module, FusedMoE)]
+            self.runner.balancer = ExpertLoadBalancer(layers, get_ep_group(), interval)
         self.nan_trace = install_nan_trace(self.runner.model)
 
     # --- between steps --------------------------------------------------------------------------------------------

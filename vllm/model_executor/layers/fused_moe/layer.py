@@ -7,6 +7,7 @@ rank, a gather and a reduce-scatter where DP ranks share the experts.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 from vllm import forward_context
 from vllm.distributed import get_ep_group, get_tp_group
+from vllm.distributed.eplb import first_placement
 from vllm.kernels import ops
 from vllm.kernels.weights import PackedExperts
 from vllm.model_executor.layers.fused_moe.router import Router
@@ -24,9 +26,9 @@ from vllm.model_executor.parameter import WeightSpec
 class FusedMoE(nn.Module):
     """Routed SwiGLU experts: hidden_states [T, hidden] and router_logits [T, E] → [T, hidden]; the ``router`` chooses.
 
-    With expert parallelism each EP rank holds a run of whole experts, the first ``E % ep`` ranks one more than the
-    rest, which may be none; else every rank holds a TP slice of each expert. ``expert_names(e)`` gives the checkpoint
-    prefixes of expert e's gate, up and down projections.
+    With expert parallelism each EP rank holds whole experts: a run of them, the first ``E % ep`` ranks one more than
+    the rest, which may be none, until ``distributed.eplb`` moves some; else every rank holds a TP slice of each expert.
+    ``expert_names(e)`` gives the checkpoint prefixes of expert e's gate, up and down projections.
 
     Raises:
         ValueError: without expert parallelism, the intermediate size cannot be divided over the ranks.
@@ -50,30 +52,47 @@ class FusedMoE(nn.Module):
         self.layer_name, self.expert_names = prefix, expert_names
         ep, tp = get_ep_group(), get_tp_group()
         if enable_expert_parallel:
-            each, more = divmod(self.num_experts, ep.world_size)
-            self.local_num_experts = each + (ep.rank_in_group < more)
-            self.first_expert = ep.rank_in_group * each + min(ep.rank_in_group, more)
+            owners = first_placement(self.num_experts, ep.world_size)
             self.intermediate_slice = slice(None)
             self.local_intermediate = intermediate_size
         else:
-            self.local_num_experts, self.first_expert = self.num_experts, 0
+            owners = [list(range(self.num_experts))]
             self.local_intermediate = divide(intermediate_size, tp.world_size, f"intermediate size of {prefix}")
             first = tp.rank_in_group * self.local_intermediate
             self.intermediate_slice = slice(first, first + self.local_intermediate)
-        expert_map = torch.full((self.num_experts,), -1, dtype=torch.int32)
-        expert_map[self.first_expert : self.first_expert + self.local_num_experts] = torch.arange(
-            self.local_num_experts, dtype=torch.int32
-        )
-        self.expert_map = None if self.local_num_experts == self.num_experts else expert_map
+        self.expert_load: torch.Tensor | None = None
+        self.expert_map: torch.Tensor | None = None
+        self.place(owners)
         self.w13: PackedExperts | None = None
         self.w2: PackedExperts | None = None
 
+    def place(self, owners: list[list[int]]) -> None:
+        """``owners``: each EP rank's experts, in the order of their places in memory."""
+        self.owners, self.local_experts = owners, owners[get_ep_group().rank_in_group if len(owners) > 1 else 0]
+        self.local_num_experts = len(self.local_experts)
+        if self.local_num_experts == self.num_experts:
+            return
+        if self.expert_map is None:
+            self.expert_map = torch.empty(self.num_experts, dtype=torch.int32)
+        expert_map = torch.full((self.num_experts,), -1, dtype=torch.int32, device="cpu")
+        expert_map[self.local_experts] = torch.arange(self.local_num_experts, dtype=torch.int32, device="cpu")
+        self.expert_map.copy_(expert_map)
+
+    def bytes_of(self, place: int) -> list[torch.Tensor]:
+        """The memory of the expert in this rank's ``place``, as flat uint8 views."""
+        found = []
+        for name in self.weight_attributes:
+            held = getattr(self, name)
+            fields = [] if held is None else [getattr(held, f.name) for f in dataclasses.fields(held)]
+            found += [field[place].view(-1).view(torch.uint8) for field in fields if isinstance(field, torch.Tensor)]
+        return found
+
     def weight_specs(self) -> list[WeightSpec]:
         specs = []
+        place_of = {expert: place for place, expert in enumerate(self.local_experts)}
         hidden, inter = self.hidden_size, self.intermediate_size
         for expert in range(self.num_experts):
-            local = expert - self.first_expert
-            needed = 0 <= local < self.local_num_experts
+            local, needed = place_of.get(expert, -1), expert in place_of
             gate, up, down = self.expert_names(expert)
             rows = self.intermediate_slice
             specs += [
@@ -109,6 +128,9 @@ class FusedMoE(nn.Module):
         forward_context.set_current_layer(self.layer_name)
         plan = forward_context.get_forward_context().batch_plan
         weights, ids = self.router(router_logits, plan.num_tokens_unpadded)
+        if self.expert_load is not None:
+            slots = torch.where(ids < 0, self.num_experts, ids).flatten().long()
+            self.expert_load.scatter_add_(0, slots, torch.ones_like(slots))
         if tp_partial is not None:
             tp_partial[plan.num_tokens_unpadded :] = 0
         ep = get_ep_group()

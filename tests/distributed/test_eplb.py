@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expert-parallel load balancing: the placement by hand and by property, experts that move in the middle of a run (no
+answer changes, on any layout, under poison, with idle ranks), and weights that come from a trainer after they moved."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import tiny_hybrids as hybrids
+import tiny_models as tiny
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from launcher import run_ranks
+from layout_checks import LOADS, check, rank_llm
+
+from vllm.distributed.eplb import balance, describe, first_placement, imbalance
+
+EVERY_3 = {"enable_eplb": True, "eplb_config": {"step_interval": 3}}
+
+
+def test_placement_by_hand() -> None:
+    owners = first_placement(6, 3)
+    assert owners == [[0, 1], [2, 3], [4, 5]]
+    load = [10, 9, 0, 1, 5, 0]
+    assert imbalance(load, owners) == 19 * 3 / 25
+    # 10 to rank 0, 9 to rank 1, 5 to rank 2, 1 to rank 2 (5 is least); then 0 to rank 1, which it is on, 0 to the last
+    assert balance(load, owners) == [[0, 5], [2, 1], [4, 3]]
+    assert balance([1] * 6, owners) == owners
+    assert balance([0] * 6, owners) == owners
+    assert first_placement(3, 4) == [[0], [1], [2], []]
+    assert describe([[0, 1, 2, 7], []]) == "rank 0: 0-2 7; rank 1: none"
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.integers(1, 5), st.randoms())
+def test_any_placement_keeps_all_experts_and_gets_no_worse(load: list[int], ranks: int, random: Any) -> None:
+    owners = first_placement(len(load), ranks)
+    for _ in range(3):
+        placed = balance(load, owners)
+        assert sorted(itertools.chain(*placed)) == list(range(len(load)))
+        assert [len(of) for of in placed] == [len(of) for of in owners]
+        assert imbalance(load, placed) <= imbalance(load, owners)
+        for before, after in zip(owners, placed, strict=True):  # who stays keeps its place
+            assert all(before.index(e) == after.index(e) for e in set(before) & set(after))
+        owners, load = placed, random.sample(load, len(load))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("tp", "dp", "policies"), [(2, 2, "cpu"), (1, 2, "xpu"), (2, 1, "cpu")])
+def test_tokens_are_the_same_while_experts_move(tp: int, dp: int, policies: str) -> None:
+    check(tiny, "qwen3-moe", tp, dp, True, policies, list(LOADS), 0.001, options=EVERY_3)
+
+
+@pytest.mark.multiprocess
+def test_hybrid_with_a_shared_expert_and_more_ranks_than_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    cls, fields = hybrids.CHECKPOINTS["qwen3-next"]
+    monkeypatch.setitem(hybrids.CHECKPOINTS, "qwen3-next-3-moving", (cls, fields | {"num_experts": 3}))
+    check(hybrids, "qwen3-next-3-moving", 2, 2, True, "cpu", ["b60", "idle-rank"], 0.0, options=EVERY_3)
+
+
+def moved_and_reloaded(folder: str, tp: int, dp: int, other: dict[str, torch.Tensor]) -> Any:
+    """On a rank: the experts of each layer and their load before and after a run; then tokens with other weights."""
+    from vllm.model_executor.layers.fused_moe import FusedMoE
+
+    llm = rank_llm(folder, tp, dp, **EVERY_3)
+    runner = llm.llm_engine.worker.runner
+    layers = [m for m in runner.model.modules() if isinstance(m, FusedMoE)]
+    first = [layer.local_experts for layer in layers]
+    prompts = [tiny.prompt(5, seed=1), tiny.prompt(7, seed=2)]
+    tiny.generate(llm, prompts, 3)  # steps 0 to 2
+    counted = [layer.expert_load.tolist() for layer in layers]
+    tiny.generate(llm, prompts, 6)
+    last = [layer.local_experts for layer in layers]
+    llm.collective_rpc("apply_model", args=(lambda model: model.load_weights(other.items()),))
+    tokens = tiny.tokens(tiny.generate(llm, prompts, 8))
+    llm.shutdown()
+    return first, last, counted, tokens
+
+
+@pytest.mark.multiprocess
+def test_loads_count_tokens_alone_and_a_trainer_finds_the_moved_experts() -> None:
+    from safetensors.torch import load_file
+
+    name = "qwen3-moe"
+    other = load_file(f"{tiny.checkpoint(name, seed=5)}/model.safetensors")
+    by_rank = run_ranks(moved_and_reloaded, 4, tiny.checkpoint(name), 2, 2, other, poison=True)
+    prompts = [tiny.prompt(5, seed=1), tiny.prompt(7, seed=2)]
+    expected = [tiny.greedy(name, prompt, 8, seed=5) for prompt in prompts]
+    for layer in range(2):
+        before = [experts for rank in by_rank for experts in rank[0][layer]]
+        after = [experts for rank in by_rank for experts in rank[1][layer]]
+        assert before == list(range(8))
+        assert sorted(after) == before
+    assert any(first != last for first, last, _, _ in by_rank)
+    for _, _, counted, tokens in by_rank:
+        assert tokens == expected
+        for load in counted:
+            # two prompts of 12 tokens in all, then two steps of two tokens; two experts a token
+            assert sum(load[:-1]) == 2 * (12 + 2 * 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "names"),
+    [
+        ({"enable_eplb": True}, ValueError, "needs enable_expert_parallel=True"),
+        ({"eplb_config": {"step_interval": 0}}, ValueError, "step_interval=0"),
+        ({"eplb_config": {"num_redundant_experts": 2}}, NotImplementedError, "num_redundant_experts=2"),
+        ({"eplb_config": {"steps": 2}}, NotImplementedError, "steps=2"),
+    ],
+)
+def test_bad_input_is_named(options: dict[str, Any], error: type[Exception], names: str) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    with pytest.raises(error, match=names):
+        EngineArgs(model=tiny.checkpoint("qwen3-moe"), **options).create_engine_config()
