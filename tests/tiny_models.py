@@ -84,10 +84,15 @@ def checkpoint(name: str, seed: int = 0) -> str:
     model = cls(config)
     with torch.no_grad():
         for name_of, parameter in model.named_parameters():
-            if parameter.dim() == 1:
+            if name_of.endswith(("sinks", "proj_bias")):
+                parameter.normal_()
+            elif parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
             else:
                 parameter.mul_(0.5 if "embed_tokens" in name_of else 8)
+        for name_of, buffer in model.named_buffers():
+            if name_of.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.3)
         if stem.startswith("Gemma"):  # whose weights of norms are what is added to 1
             model.model.norm.weight.add_(15)
             for name_of, parameter in model.named_parameters():

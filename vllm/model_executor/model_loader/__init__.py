@@ -64,7 +64,8 @@ def get_model(vllm_config: VllmConfig) -> nn.Module:
         elif config.load_format == "gguf":
             raise ValueError(f"load_format='gguf' but model={config.model!r} is a folder; give the .gguf file's path")
         else:
-            stored = read_safetensors(safetensors_files(path, getattr(config.hf_config, "transformers_weights", None)))
+            files = safetensors_files(path, getattr(config.hf_config, "transformers_weights", None))
+            stored = read_safetensors(files, getattr(model, "transposed_experts", False))
     if (checkpoint_name := getattr(model, "checkpoint_name", None)) is not None:
         stored = [dataclasses.replace(tensor, name=checkpoint_name(tensor.name)) for tensor in stored]
     stored = without_extra_layers(stored, specs, origin)

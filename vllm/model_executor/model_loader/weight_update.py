@@ -28,7 +28,7 @@ def update_weights(
     taken: set[str] = set()
     owner: Any = None
     for given, whole in weights:
-        for name, tensor in _unstacked(given, whole):
+        for name, tensor in _unstacked(given, whole, getattr(model, "transposed_experts", False)):
             spec = specs.get(rename(name))
             if spec is None:
                 if any(re.search(pattern, name) for pattern in getattr(model, "ignored_weights", ())):
@@ -58,16 +58,17 @@ def _process(module: Any) -> None:
         module.process_weights_after_loading()
 
 
-def _unstacked(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def _unstacked(name: str, tensor: torch.Tensor, transposed: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """The parts by expert where ``tensor`` stacks them: ``….experts.gate_up_proj`` [E, 2·I, H], ``….down_proj``
-    [E, H, I]; transformers keeps experts so."""
+    [E, H, I]; transformers keeps experts so. ``transposed``: as ``read_safetensors`` has it."""
     stack, _, kind = name.rpartition(".")
     if not stack.endswith(".experts") or kind not in ("gate_up_proj", "down_proj") or tensor.dim() != 3:
         yield name, tensor
         return
     parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
     for expert in range(tensor.shape[0]):
-        for part, rows in zip(parts, tensor[expert].chunk(len(parts)), strict=True):
+        every = [tensor[expert, :, i :: len(parts)].T for i in range(len(parts))]
+        for part, rows in zip(parts, every if transposed else tensor[expert].chunk(len(parts)), strict=True):
             yield f"{stack}.{expert}.{part}.weight", rows
 
 

@@ -148,8 +148,9 @@ def read_range(file: Path, offset: int, size: int, buffer: ReadBuffer | None = N
     return data
 
 
-def read_safetensors(files: Sequence[Path]) -> list[StoredTensor]:
-    """Every tensor of ``files``, in storage order; reads the headers only."""
+def read_safetensors(files: Sequence[Path], transposed_experts: bool = False) -> list[StoredTensor]:
+    """Every tensor of ``files``, in storage order; reads the headers only. ``transposed_experts``: stacks of experts
+    are [E, K, N], the columns of gate and up in turns (gpt-oss)."""
     tensors: list[StoredTensor] = []
     buffer = ReadBuffer()
     for file in files:
@@ -168,12 +169,12 @@ def read_safetensors(files: Sequence[Path]) -> list[StoredTensor]:
         tensors += [
             _stored(part, part_entry, file, 8 + header_size, buffer)
             for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"])
-            for part, part_entry in _unstack_experts(name, entry)
+            for part, part_entry in _unstack_experts(name, entry, transposed_experts)
         ]
     return tensors
 
 
-def _unstack_experts(name: str, entry: dict) -> Iterator[tuple[str, dict]]:
+def _unstack_experts(name: str, entry: dict, transposed: bool) -> Iterator[tuple[str, dict]]:
     """The header entries of each expert where ``entry`` stacks them all: ``….experts.gate_up_proj`` [E, 2·I, H] and
     ``….experts.down_proj`` [E, H, I] (Qwen3.5); of ``entry`` itself otherwise. So a rank reads its own experts only."""
     stack, _, kind = name.rpartition(".")
@@ -182,6 +183,14 @@ def _unstack_experts(name: str, entry: dict) -> Iterator[tuple[str, dict]]:
         return
     parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
     (num_experts, rows, cols), (begin, end) = entry["shape"], entry["data_offsets"]
+    if transposed:
+        size = (end - begin) // num_experts
+        for index in range(num_experts * len(parts)):
+            expert, part = divmod(index, len(parts))
+            at = [begin + expert * size, begin + (expert + 1) * size]
+            every = {**entry, "shape": [rows, cols], "data_offsets": at, "columns": slice(part, None, len(parts))}
+            yield f"{stack}.{expert}.{parts[part]}.weight", every
+        return
     size = (end - begin) // (num_experts * len(parts))
     for index in range(num_experts * len(parts)):
         yield (
@@ -212,6 +221,9 @@ def _stored(name: str, entry: dict, file: Path, data_start: int, buffer: ReadBuf
         return read_range(file, data_start + first, last - first, buffer).view(kind).to(dtype)
 
     unreadable = None if kind is not None else f"stored as {entry['dtype']}"
+    if (columns := entry.get("columns")) is not None:
+        turned = shape[1] // columns.step, shape[0]
+        return StoredTensor(name, turned, lambda dtype: read(dtype)[:, columns].T.contiguous(), unreadable)
     return StoredTensor(name, tuple(shape), read, unreadable, read_rows)
 
 

@@ -32,12 +32,14 @@ class CausalLM(nn.Module):
     """A decoder and its output head; ``prefix`` is put before every checkpoint name, ``model_prefix`` before those of
     the decoder.
 
+    ``transposed_experts``: how checkpoints stack experts, see ``weight_utils.read_safetensors``.
     ``ignored_weights``: rotary tables, which are computed; scales of a quantised KV cache or of quantised activations,
     as both are in the model's dtype here; the value head of a reinforcement learner.
     """
 
     model_cls: ClassVar[type[DecoderModel]]
     model_prefix: ClassVar[str] = "model"
+    transposed_experts: ClassVar[bool] = False
     ignored_weights: tuple[str, ...] = (
         r"rotary_emb\.(original_)?inv_freq$|rotary_emb\.(cos|sin)_cached$|(^|\.)position_ids$",
         r"self_attn\.(\w+\.)?(q|k|v|kv|prob)(_cache)?_(scale|zero_point)$|self_attn\.\w_proj\.output_scale$",

@@ -72,6 +72,7 @@ class DecoderAttention(nn.Module):
         zero_centered_norm: bool = False,
         scale: float | None = None,
         soft_cap: float = 0.0,
+        sinks_name: str | None = None,
     ) -> None:
         super().__init__()
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -108,6 +109,7 @@ class DecoderAttention(nn.Module):
             f"{prefix}.attn",
             sliding_window,
             soft_cap,
+            sinks_name,
         )
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -115,11 +117,16 @@ class DecoderAttention(nn.Module):
         q, k, v = self.qkv_proj.split(self.qkv_proj(hidden_states))
         q = q.view(num_tokens, self.qkv_proj.num_heads, self.head_dim)
         k = k.view(num_tokens, self.qkv_proj.num_kv_heads, self.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q, out=q), self.k_norm(k, out=k)
+        self.normalise(q, k)
         if self.rotary_emb is not None:
             self.rotary_emb(positions, q, k)
         return self.o_proj(self.attn(q.flatten(1), k.flatten(1), v))
+
+    def normalise(self, q: torch.Tensor, k: torch.Tensor) -> None:
+        """q [T, H, D] and k [T, J, D] as they are rotated, in place."""
+        if self.q_norm is not None and self.k_norm is not None:
+            self.q_norm(q, out=q)
+            self.k_norm(k, out=k)
 
 
 def window_by_layer(config: Any, index: int) -> int | None:

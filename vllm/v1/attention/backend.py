@@ -80,8 +80,11 @@ class AttentionImpl(ABC):
         kv_cache: tuple[torch.Tensor, torch.Tensor],
         metadata: Any,
         output: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """query [T, H, D], key and value [T, J, D] → rows [0, num_actual_tokens) of output [T, H, D].
+
+        sinks [H]: logits of one more column of each head's softmax, without a value.
 
         Writes key and value of the rows whose slot is not -1 into kv_cache first. Rows of output from
         num_actual_tokens on are left as they are: the layer sets them to 0.

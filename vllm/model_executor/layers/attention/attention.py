@@ -6,9 +6,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context, set_current_layer
 from vllm.kernels import ops
 from vllm.model_executor.layers.step_buffers import buffer_key, step_buffer
+from vllm.model_executor.parameter import WeightSpec
 from vllm.v1.attention.backends.paged import PagedAttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 
@@ -24,7 +26,12 @@ class Attention(nn.Module):
 
     Rows of the result past the real tokens are exactly 0, whatever memory held (law 2). Without attention metadata
     (profiling) the result is all zeros and no cache is touched.
+
+    ``sinks_name``: the checkpoint's [heads of all ranks], each the logit of one more column of its head's softmax,
+    which has no value (gpt-oss).
     """
+
+    weight_attributes = ("sinks",)
 
     def __init__(
         self,
@@ -36,6 +43,7 @@ class Attention(nn.Module):
         prefix: str,
         sliding_window: int | None = None,
         soft_cap: float = 0.0,
+        sinks_name: str | None = None,
     ) -> None:
         super().__init__()
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads
@@ -45,6 +53,19 @@ class Attention(nn.Module):
         self.impl = self.backend.impl_cls(num_heads, head_size, scale, num_kv_heads, self.sliding_window, soft_cap)
         self.output_key = buffer_key(prefix, num_heads * head_size, dtype)
         self.kv_cache: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.sinks_name = sinks_name
+        self.sinks: torch.Tensor | None = None
+
+    def weight_specs(self) -> list[WeightSpec]:
+        if self.sinks_name is None:
+            return []
+        size, rank, H = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank(), self.num_heads
+        own = slice(rank * H, (rank + 1) * H)
+        return [WeightSpec(self.sinks_name, (size * H,), self._take_sinks, torch.float32, rows=own)]
+
+    def _take_sinks(self, loaded: torch.Tensor) -> None:
+        self.sinks = torch.empty(self.num_heads, dtype=torch.float32)
+        self.sinks.copy_(loaded)
 
     def get_kv_cache_spec(self) -> AttentionSpec:
         return AttentionSpec(self.num_kv_heads, self.head_size, self.dtype, self.sliding_window or None)
@@ -68,6 +89,7 @@ class Attention(nn.Module):
             # Not in the buffer, which is only made here: its rows stay unwritten until a step writes them.
             return query.new_zeros(num_tokens_padded, self.num_heads * self.head_size)
         assert self.kv_cache is not None, f"{self.layer_name}: the KV cache was never bound"
+        assert self.sinks_name is None or self.sinks is not None, f"{self.sinks_name}: no weight was loaded"
         metadata = context.attn_metadata[self.layer_name]
         self.impl.forward(
             query.view(num_tokens_padded, self.num_heads, self.head_size),
@@ -76,6 +98,7 @@ class Attention(nn.Module):
             self.kv_cache,
             metadata,
             output.view(num_tokens_padded, self.num_heads, self.head_size),
+            self.sinks,
         )
         zero_padding_rows(output, metadata.num_actual_tokens)
         return output

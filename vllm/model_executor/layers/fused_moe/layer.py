@@ -24,17 +24,19 @@ from vllm.model_executor.parameter import WeightSpec
 
 
 class FusedMoE(nn.Module):
-    """Routed SwiGLU experts: hidden_states [T, hidden] and router_logits [T, E] → [T, hidden]; the ``router`` chooses.
+    """Routed experts: hidden_states [T, hidden] and router_logits [T, E] → [T, hidden]; the ``router`` chooses.
 
     With expert parallelism each EP rank holds whole experts: a run of them, the first ``E % ep`` ranks one more than
     the rest, which may be none, until ``distributed.eplb`` moves some; else every rank holds a TP slice of each expert.
     ``expert_names(e)`` gives the checkpoint prefixes of expert e's gate, up and down projections.
+    ``bias_names``: those of all experts' biases, [E, 2 * I] with the elements of gate and up in turns, and [E, hidden].
+    ``activation`` is that of ``ops.fused_experts``.
 
     Raises:
         ValueError: without expert parallelism, the intermediate size cannot be divided over the ranks.
     """
 
-    weight_attributes = ("w13", "w2")
+    weight_attributes = ("w13", "w2", "b13", "b2")
 
     def __init__(
         self,
@@ -45,6 +47,8 @@ class FusedMoE(nn.Module):
         prefix: str,
         expert_names: Callable[[int], tuple[str, str, str]],
         enable_expert_parallel: bool,
+        bias_names: tuple[str, str] | None = None,
+        activation: str = "silu",
     ) -> None:
         super().__init__()
         self.router, self.num_experts = router, router.num_experts
@@ -65,6 +69,11 @@ class FusedMoE(nn.Module):
         self.place(owners)
         self.w13: PackedExperts | None = None
         self.w2: PackedExperts | None = None
+        self.bias_names, self.activation = bias_names, activation
+        # Ranks with slices of one expert add up their results: the bias comes from one of them.
+        self.adds_down_bias = enable_expert_parallel or tp.rank_in_group == 0
+        self.b13: torch.Tensor | None = None
+        self.b2: torch.Tensor | None = None
 
     def place(self, owners: list[list[int]]) -> None:
         """``owners``: each EP rank's experts, in the order of their places in memory."""
@@ -83,7 +92,10 @@ class FusedMoE(nn.Module):
         found = []
         for name in self.weight_attributes:
             held = getattr(self, name)
-            fields = [] if held is None else [getattr(held, f.name) for f in dataclasses.fields(held)]
+            if held is not None and not isinstance(held, torch.Tensor):
+                fields = [getattr(held, field.name) for field in dataclasses.fields(held)]
+            else:
+                fields = [held]
             found += [field[place].view(-1).view(torch.uint8) for field in fields if isinstance(field, torch.Tensor)]
         return found
 
@@ -100,7 +112,27 @@ class FusedMoE(nn.Module):
                 WeightSpec(f"{up}.weight", (inter, hidden), self._take_w13(local, 1), needed=needed, rows=rows),
                 WeightSpec(f"{down}.weight", (hidden, inter), self._take_w2(local), needed=needed),
             ]
-        return specs
+        return specs + self._bias_specs()
+
+    def _bias_specs(self) -> list[WeightSpec]:
+        if self.bias_names is None:
+            return []
+        E, some, local = self.num_experts, bool(self.local_experts), torch.tensor(self.local_experts, dtype=torch.int64)
+        of_gate_up, of_down = (E, 2 * self.intermediate_size), (E, self.hidden_size)
+        gate_up, down = self.bias_names
+        return [
+            WeightSpec(gate_up, of_gate_up, self._take_b13, torch.float32, needed=some, rows=local),
+            WeightSpec(down, of_down, self._take_b2, torch.float32, needed=some and self.adds_down_bias, rows=local),
+        ]
+
+    def _take_b13(self, loaded: torch.Tensor) -> None:
+        halves = loaded.unflatten(1, (-1, 2))[:, self.intermediate_slice].mT.flatten(1)
+        self.b13 = torch.empty(halves.shape, dtype=torch.float32)
+        self.b13.copy_(halves)
+
+    def _take_b2(self, loaded: torch.Tensor) -> None:
+        self.b2 = torch.empty(loaded.shape, dtype=torch.float32)
+        self.b2.copy_(loaded)
 
     def _take_w13(self, expert: int, half: int) -> Callable[[torch.Tensor], None]:
         def take(loaded: torch.Tensor) -> None:
@@ -145,4 +177,6 @@ class FusedMoE(nn.Module):
             ids = torch.where(ids >= 0, self.expert_map[ids.clamp(min=0)], -1)
         assert self.w13 is not None, f"{self.layer_name}: no expert was loaded"
         assert self.w2 is not None, f"{self.layer_name}: no expert was loaded"
-        return ops.fused_experts(hidden_states, self.w13, self.w2, ids, weights)
+        return ops.fused_experts(
+            hidden_states, self.w13, self.w2, ids, weights, None, self.b13, self.b2, self.activation
+        )

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import nn
 
@@ -13,18 +15,24 @@ from vllm.model_executor.parameter import WeightSpec
 
 
 class Gate(ReplicatedLinear):
-    """x [T, hidden] → router logits [T, E] in float32, whatever the model's dtype: rounded ones change choices."""
+    """x [T, hidden] → router logits [T, E] in float32, whatever the model's dtype: rounded ones change choices.
+
+    ``dtype`` is that of the weight, which some checkpoints hold in float32.
+    """
 
     def __init__(self, hidden_size: int, num_experts: int, dtype: torch.dtype, prefix: str, bias: bool = False) -> None:
         super().__init__(hidden_size, num_experts, bias, dtype, prefix)
         self.output_key = buffer_key(f"{prefix}.weight", num_experts, torch.float32)
+
+    def weight_specs(self) -> list[WeightSpec]:
+        return [dataclasses.replace(spec, dtype=self.dtype) for spec in super().weight_specs()]
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         assert self.packed is not None, f"{self.shards[0].name}: no weight was loaded"
         out = step_buffer(self.output_key, x.shape[0])
         if out is None:
             out = x.new_empty(x.shape[0], self.output_size_per_partition, dtype=torch.float32)
-        return ops.linear(x, self.packed, self.bias, out)
+        return ops.linear(x.to(self.dtype), self.packed, self.bias, out)
 
 
 class Router(nn.Module):

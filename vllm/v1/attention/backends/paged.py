@@ -18,6 +18,7 @@ class PagedAttentionImpl(AttentionImpl):
         kv_cache: tuple[torch.Tensor, torch.Tensor],
         metadata: CommonAttentionMetadata,
         output: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         key_cache, value_cache = kv_cache
         ops.reshape_and_cache(key, value, key_cache, value_cache, metadata.slot_mapping)
@@ -31,6 +32,7 @@ class PagedAttentionImpl(AttentionImpl):
             self.scale,
             output,
             self.sliding_window,
+            sinks=sinks,
             soft_cap=self.soft_cap,
             query_start_loc_cpu=metadata.query_start_loc_cpu,
             seq_lens_cpu=metadata.seq_lens_cpu,
