@@ -14,7 +14,7 @@ import torch
 from vllm.entrypoints.cli import collect_env
 from vllm.kernels import checks, cpu, ops, packages, reference, table, triton
 
-ONLY_TORCH = ("topk_softmax", "topk_sigmoid")  # on the CPU
+ONLY_TORCH = ("topk_softmax", "topk_sigmoid", "row_max", "apply_penalties", "sample", "log_probabilities")  # on the CPU
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm.kernels.reference_gdn import GDNWeights, delta_rule_chunked, gated_delta_net_ref
+from vllm.kernels.reference_sampling import apply_penalties, log_probabilities, row_max, sample  # noqa: F401
 from vllm.kernels.weights import PackedExperts, PackedWeight, rows_in_range
 
 _MOST_SCORES = 1 << 24
