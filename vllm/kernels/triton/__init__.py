@@ -16,6 +16,7 @@ from vllm.kernels.triton.gdn import gated_delta_net
 from vllm.kernels.triton.norms import fused_add_rms_norm, rms_norm, rms_norm_gated
 from vllm.kernels.triton.rotary import rotary_embedding
 from vllm.kernels.triton.routing import grouped_topk, topk_sigmoid, topk_softmax
+from vllm.kernels.triton.sampling import apply_penalties, log_probabilities, row_max, sample
 
 
 def num_compiled() -> int:
@@ -26,12 +27,14 @@ def num_compiled() -> int:
 
 
 __all__ = [
+    "apply_penalties",
     "embedding",
     "fused_add_rms_norm",
     "fused_experts",
     "fused_experts_forms",
     "gated_delta_net",
     "grouped_topk",
+    "log_probabilities",
     "num_compiled",
     "paged_attention",
     "paged_attention_forms",
@@ -40,6 +43,8 @@ __all__ = [
     "rms_norm",
     "rms_norm_gated",
     "rotary_embedding",
+    "row_max",
+    "sample",
     "silu_and_mul",
     "topk_sigmoid",
     "topk_softmax",
