@@ -78,16 +78,22 @@ def checkpoint(name: str, seed: int = 0) -> str:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     stem, changes = CHECKPOINTS[name]
-    config = getattr(transformers, f"{stem}Config")(**{**COMMON, **changes})
+    cls = getattr(transformers, f"{stem}ForCausalLM")
+    config = cls.config_class(**{**COMMON, **changes})
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{stem}ForCausalLM")(config)
+    model = cls(config)
     with torch.no_grad():
         for name_of, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
             else:
                 parameter.mul_(0.5 if "embed_tokens" in name_of else 8)
-        if config.tie_word_embeddings:
+        if stem.startswith("Gemma"):  # whose weights of norms are what is added to 1
+            model.model.norm.weight.add_(15)
+            for name_of, parameter in model.named_parameters():
+                if name_of.endswith(("q_norm.weight", "k_norm.weight")):
+                    parameter.add_(1.5)
+        elif config.tie_word_embeddings:
             model.model.norm.weight.mul_(8)
     folder = Path(_folders.name) / f"{name}-{seed}"
     model.save_pretrained(folder)

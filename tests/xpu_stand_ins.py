@@ -39,6 +39,11 @@ def silu_and_mul(result: Tensor, x: Tensor) -> None:
     reference.silu_and_mul(x, result)
 
 
+def gelu_tanh_and_mul(result: Tensor, x: Tensor) -> None:
+    assert result.is_contiguous() and x.is_contiguous(), "the kernel knows no strides"
+    reference.gelu_tanh_and_mul(x, result)
+
+
 def reshape_and_cache_flash(
     k: Tensor,
     v: Tensor,
@@ -186,8 +191,8 @@ def gdn_attention(*args: Any) -> None:
 
 
 _MADE: tuple[Callable[..., Any], ...] = (
-    rms_norm, fused_add_rms_norm, silu_and_mul, reshape_and_cache_flash, varlen_fwd, topk_softmax, grouped_topk,
-    remap_hidden_states, cutlass_grouped_gemm_interface, moe_gather, gdn_attention,
+    rms_norm, fused_add_rms_norm, silu_and_mul, gelu_tanh_and_mul, reshape_and_cache_flash, varlen_fwd, topk_softmax,
+    grouped_topk, remap_hidden_states, cutlass_grouped_gemm_interface, moe_gather, gdn_attention,
 )  # fmt: skip
 
 

@@ -243,6 +243,7 @@ CASES: dict[str, tuple[str, Callable[[Place], Args]]] = {
     "rms_norm of heads": ("rms_norm", rms_norm_of_heads),
     "fused_add_rms_norm": ("fused_add_rms_norm", fused_add_rms_norm),
     "silu_and_mul": ("silu_and_mul", silu_and_mul),
+    "gelu_tanh_and_mul": ("gelu_tanh_and_mul", silu_and_mul),
     "rotary whole heads": ("rotary_embedding", rotary(1)),
     "rotary quarter of heads": ("rotary_embedding", rotary(0.25)),
     "reshape_and_cache": ("reshape_and_cache", reshape_and_cache),

@@ -141,6 +141,7 @@ CASES: dict[str, tuple[str, Callable[[Sizes, Any], Work]]] = {
     "rms_norm": ("rms_norm", rms_norm),
     "fused_add_rms_norm": ("fused_add_rms_norm", fused_add_rms_norm),
     "silu_and_mul": ("silu_and_mul", silu_and_mul),
+    "gelu_tanh_and_mul": ("gelu_tanh_and_mul", silu_and_mul),
     "rotary_embedding": ("rotary_embedding", rotary_embedding),
     "reshape_and_cache": ("reshape_and_cache", reshape_and_cache),
     "topk_softmax": ("topk_softmax", topk_softmax),

@@ -202,13 +202,14 @@ def test_rms_norm_of_heads_in_place(dtype, threads):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("D", [48, 7])
-def test_silu_and_mul_against_fp64(dtype, D, threads):
+@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul"])
+def test_gated_activations_against_fp64(name, dtype, D, threads):
     x = wide_rows(13, 2 * D, dtype)
     x[0, :6] = torch.tensor([0.0, -0.0, -100.0, 100.0, -30.0, 88.0])
-    want = reference.silu_and_mul(x.double())
-    assert_close(ops.silu_and_mul(x), want, 4 * want.abs(), roundings=2)
+    want = getattr(reference, name)(x.double())
+    assert_close(getattr(ops, name)(x), want, 4 * want.abs(), roundings=2)
     x[5, 2] = NAN
-    got = ops.silu_and_mul(x)
+    got = getattr(ops, name)(x)
     assert got[5, 2].isnan()
     assert got.isnan().sum() == 1
 
@@ -601,6 +602,7 @@ def test_nothing_uninitialised_is_read(dtype, pattern, request):
         ops.embedding(torch.arange(70), packed),
         ops.rms_norm(x, torch.randn(48).to(dtype), 1e-6),
         ops.silu_and_mul(x),
+        ops.gelu_tanh_and_mul(x),
         Paged([70, 3], [70, 1], 4, 2, 80, 16, dtype, pad_rows=2).run(),
         Paged([1100, 600], [1, 2], 4, 2, 80, 16, dtype, pad_rows=2).run(),
         ops.fused_experts(
@@ -692,6 +694,9 @@ def test_every_kernel_shows_every_nan(dtype, bits):
     def silu(x):
         return (reference.silu_and_mul if x.dtype is torch.float64 else ops.silu_and_mul)(x)
 
+    def gelu(x):
+        return (reference.gelu_tanh_and_mul if x.dtype is torch.float64 else ops.gelu_tanh_and_mul)(x)
+
     def rotary(q, k):
         op = reference.rotary_embedding if q.dtype is torch.float64 else ops.rotary_embedding
         cache = torch.rand(9, 8, generator=torch.Generator().manual_seed(0))
@@ -712,6 +717,7 @@ def test_every_kernel_shows_every_nan(dtype, bits):
     check(rms_norm, randn(5, 40), torch.randn(40))  # a wide NaN is rounded to the narrow type
     check(add_norm, randn(5, 40), randn(5, 40), randn(40))
     check(silu, randn(5, 80))
+    check(gelu, randn(5, 80))
     check(rotary, randn(5, 3, 8), randn(5, 2, 8))
     check(experts, randn(5, 32), randn(3, 40, 32), randn(3, 32, 20), torch.rand(5, 2))
 
@@ -733,6 +739,7 @@ def test_a_tensor_of_another_device_is_an_error():
         lambda: ops.rms_norm(torch.randn(2, 16), far(16), 1e-6),
         lambda: ops.fused_add_rms_norm(torch.randn(2, 16), far(2, 16), torch.ones(16), 1e-6),
         lambda: ops.silu_and_mul(far(2, 16)),
+        lambda: ops.gelu_tanh_and_mul(far(2, 16)),
         lambda: ops.rotary_embedding(ids, heads, heads.clone(), far(4, 16)),
         lambda: ops.reshape_and_cache(heads, heads, cache, cache.to("meta"), slots),
         lambda: ops.paged_attention(heads, cache.to("meta"), cache, *tables, 1.0, torch.empty_like(heads)),
@@ -860,8 +867,10 @@ def test_twins_run_where_there_are_no_kernels(monkeypatch):
         residual = x.clone()
         assert operators.fused_add_rms_norm(x, residual, x[0], 1e-6)[1] is residual
         assert_close(residual, 2 * x.double())
-        want = reference.silu_and_mul(x.double())
-        assert_close(operators.silu_and_mul(x), want, 4 * want.abs(), roundings=2)
+        for name in ("silu_and_mul", "gelu_tanh_and_mul"):
+            want = getattr(reference, name)(x.double())
+            # 1 + tanh cancels where the gate is negative: the twin's error is one of the larger sum
+            assert_close(getattr(operators, name)(x), want, 4 * want.abs() + 1, roundings=2)
         case = Paged([40, 9], [7, 1], 4, 2, 32, 8, dtype, pad_rows=2)
         want, magnitude = case.want(9)
         assert_close(case.run(9, attention=operators.paged_attention), want, 8 * magnitude)

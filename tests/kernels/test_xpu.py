@@ -119,11 +119,13 @@ def test_row_wise_operators(dtype: torch.dtype) -> None:
             assert own or torch.equal(x, before)
             close(y, right)
             close(residual, total)
-        for out in (None, rows.clone()[:T, :24]):
-            close(xpu.silu_and_mul(rows[:T], out), reference.silu_and_mul(rows[:T]))
-        both = rows.clone()[:T]
-        assert xpu.silu_and_mul(both, both[:, :24]).data_ptr() == both.data_ptr()
-        close(both[:, :24], reference.silu_and_mul(rows[:T]))
+        for name in ("silu_and_mul", "gelu_tanh_and_mul"):
+            ours, right = getattr(xpu, name), getattr(reference, name)(rows[:T])
+            for out in (None, rows.clone()[:T, :24]):
+                close(ours(rows[:T], out), right)
+            both = rows.clone()[:T]
+            assert ours(both, both[:, :24]).data_ptr() == both.data_ptr()
+            close(both[:, :24], right)
 
 
 def test_norms_of_two_types_are_refused_before_anything_is_written() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import launcher
 import pytest
 import rank_checks
+import tiny_dense  # noqa: F401  adds to tiny_models
 import tiny_hybrids as hybrids
 import tiny_models as tiny
 
@@ -31,7 +32,9 @@ def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_KERNELS", "triton")
 
 
-@pytest.mark.parametrize("name", ["llama-rope", "qwen3-window", "mixtral", "qwen3-moe", "qwen3-next", "qwen3.5-moe"])
+@pytest.mark.parametrize(
+    "name", ["llama-rope", "qwen3-window", "gemma2", "mixtral", "qwen3-moe", "qwen3-next", "qwen3.5-moe"]
+)
 def test_tokens(name: str, nan_poison: None) -> None:
     models = models_of(name)
     llm = models.make_llm(

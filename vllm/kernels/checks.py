@@ -200,6 +200,7 @@ _CASES: dict[str, Callable[[str], tuple[Any, ...]]] = {
     "rms_norm": lambda d: (_randn(d, ROWS, 3, 64), _randn(d, 64), 1e-6),
     "fused_add_rms_norm": lambda d: (_randn(d, ROWS, 64), _randn(d, ROWS, 64) + 1, _randn(d, 64), 1e-6),
     "silu_and_mul": lambda d: (_randn(d, ROWS, 128),),
+    "gelu_tanh_and_mul": lambda d: (_randn(d, ROWS, 128),),
     "rotary_embedding": _rotated,
     "reshape_and_cache": _cached,
     "paged_attention": _paged,

@@ -124,6 +124,11 @@ def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
     return _run("silu_and_mul", x, out)
 
 
+def gelu_tanh_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """As ``silu_and_mul`` with ``gate / 2 * (1 + tanh(sqrt(2 / pi) * (gate + 0.044715 gate^3)))`` in silu's place."""
+    return _run("gelu_tanh_and_mul", x, out)
+
+
 def rotary_embedding(
     positions_T: Tensor, q_THD: Tensor, k_TJD: Tensor, cos_sin_cache: Tensor, interleaved: bool = False
 ) -> None:

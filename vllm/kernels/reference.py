@@ -6,6 +6,9 @@ They ask the device for lengths and counts, so that a step with them waits many 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -82,8 +85,16 @@ def fused_add_rms_norm(
 
 
 def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
+    return _gated(F.silu, x, out)
+
+
+def gelu_tanh_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
+    return _gated(functools.partial(F.gelu, approximate="tanh"), x, out)
+
+
+def _gated(activation: Callable[[Tensor], Tensor], x: Tensor, out: Tensor | None) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
-    y = F.silu(gate) * up
+    y = activation(gate) * up
     return y if out is None else out.copy_(y)
 
 

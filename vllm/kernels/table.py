@@ -36,6 +36,7 @@ TABLE = {
     "rms_norm":           ("cpu", "triton",     "xpu triton"),
     "fused_add_rms_norm": ("cpu", "triton",     "xpu triton"),
     "silu_and_mul":       ("cpu", "triton",     "triton xpu"),
+    "gelu_tanh_and_mul":  ("cpu", "triton",     "triton xpu"),
     "rotary_embedding":   ("cpu", "triton",     "xpu triton"),
     "reshape_and_cache":  ("cpu", "triton",     "xpu triton"),
     "paged_attention":    ("cpu", "triton",     "xpu triton"),

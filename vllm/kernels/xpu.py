@@ -32,6 +32,7 @@ _KERNELS = {
     "rms_norm": ("_C.rms_norm",),
     "fused_add_rms_norm": ("_C.fused_add_rms_norm",),
     "silu_and_mul": ("_C.silu_and_mul",),
+    "gelu_tanh_and_mul": ("_C.gelu_tanh_and_mul",),
     "reshape_and_cache": ("_C_cache_ops.reshape_and_cache_flash",),
     "paged_attention": ("_vllm_fa2_C.varlen_fwd",),
     "topk_softmax": ("_moe_C.topk_softmax",),
@@ -109,10 +110,18 @@ def fused_add_rms_norm(
 
 
 def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """The kernel knows no strides: a result that has some, such as x's own first half, costs a copy."""
+    return _gated(torch.ops._C.silu_and_mul, x, out)
+
+
+def gelu_tanh_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
+    return _gated(torch.ops._C.gelu_tanh_and_mul, x, out)
+
+
+def _gated(kernel: Any, x: Tensor, out: Tensor | None) -> Tensor:
+    """The kernels know no strides: a result that has some, such as x's own first half, costs a copy."""
     y = torch.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype, device=x.device)
     if x.numel():
-        torch.ops._C.silu_and_mul(y, x.contiguous())
+        kernel(y, x.contiguous())
     return y if out is None else out.copy_(y)
 
 

@@ -33,7 +33,7 @@ DTYPES = {
     "float32": torch.float32,
 }
 # The rope types whose angles are fixed only up to the length that the model was trained for.
-LENGTH_DEPENDENT = ("dynamic", "longrope")
+LENGTH_DEPENDENT = ("dynamic",)
 HfOverrides = Mapping[str, Any] | Callable[["PretrainedConfig"], "PretrainedConfig"] | None
 
 # Read by the sampler from generation_config.json, as upstream does; HF's max_new_tokens is max_tokens.
@@ -158,9 +158,29 @@ def _override(config: Any, stored: Mapping[str, Any], overrides: Mapping[str, An
         changed["layer_types"] = changed["layer_types"][: changed["num_hidden_layers"]]
     rope = {key: overrides[key] for key in _ROPE_KEYS if key in overrides}
     if rope:
-        changed["rope_parameters"] = _override_rope(changed, rope)
+        changed["rope_parameters"] = {
+            kind: _override_rope({"rope_parameters": config.rope_parameters[kind]}, _rope_of(kind, rope))
+            for kind in _rope_kinds(config)
+        } or _override_rope(changed, rope)
         changed.pop("rope_scaling", None)
     return changed
+
+
+def _rope_kinds(config: Any) -> list[str]:
+    """The kinds of layers that have rotary embeddings of their own (Gemma 3), none where all share one."""
+    return config.nested_rope_parameter_keys(getattr(config, "rope_parameters", None) or {})
+
+
+def _rope_of(kind: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``overrides`` say of the layers of ``kind``; what names no kind is of full attention, as in transformers."""
+    found = {}
+    for key, value in overrides.items():
+        by_kind = isinstance(value, Mapping) and any(isinstance(inner, Mapping) for inner in value.values())
+        if by_kind and kind in value:
+            found[key] = value[kind]
+        elif not by_kind and kind == "full_attention":
+            found[key] = value
+    return found
 
 
 def _override_rope(stored: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,7 +199,8 @@ def _override_rope(stored: Mapping[str, Any], overrides: Mapping[str, Any]) -> d
 
 
 def _apply(function: Callable[[Any], Any], config: PretrainedConfig) -> PretrainedConfig:
-    before = getattr(get_hf_text_config(config), "rope_parameters", None) or {}
+    text = get_hf_text_config(config)
+    before, kinds = copy.deepcopy(getattr(text, "rope_parameters", None) or {}), _rope_kinds(text)
     kept = {key: before[key] for key in _ROPE_OF_THE_MODEL if before.get(key) is not None}
     changed = function(config)
     if not hasattr(changed, "get_text_config"):
@@ -188,7 +209,13 @@ def _apply(function: Callable[[Any], Any], config: PretrainedConfig) -> Pretrain
     rope = getattr(text, "rope_parameters", None)
     if rope:
         flat = {key: value for key, value in vars(text).items() if key in _ROPE_OF_THE_MODEL}
-        text.rope_parameters = kept | {key: value for key, value in rope.items() if value is not None} | flat
+        if kinds:
+            given = {"rope_parameters": {key: value for key, value in rope.items() if value is not None}, **flat}
+            text.rope_parameters = {
+                kind: _override_rope({"rope_parameters": before[kind]}, _rope_of(kind, given)) for kind in kinds
+            }
+        else:
+            text.rope_parameters = kept | {key: value for key, value in rope.items() if value is not None} | flat
         text.standardize_rope_params()
     return changed
 
@@ -277,17 +304,19 @@ def resolve_max_model_len(max_model_len: int | None, config: PretrainedConfig) -
         if max_model_len is None:
             logger.warning("the config names no longest sequence; max_model_len is 2048")
         return max_model_len or 2048
-    limit = getattr(text, name)
+    limit = default = getattr(text, name)
     rope = getattr(text, "rope_parameters", None) or {}
     kind, factor = rope.get("rope_type", "default"), rope.get("factor")
     if kind == "linear":
-        limit = int(limit * factor)
+        limit = default = int(limit * factor)
     elif kind == "yarn" and factor:
-        limit = int(rope["original_max_position_embeddings"] * factor)
+        limit = default = int(rope["original_max_position_embeddings"] * factor)
     elif kind == "longrope":
-        limit = min(limit, rope["original_max_position_embeddings"])
+        default = min(limit, rope["original_max_position_embeddings"])
+        if max_model_len is None and default < limit:
+            logger.info("max_model_len is %d, that of longrope's short factors; the model knows %d", default, limit)
     if max_model_len is None or max_model_len <= limit:
-        return max_model_len or limit
+        return max_model_len or default
     if kind in LENGTH_DEPENDENT:
         raise ValueError(
             f"max_model_len={max_model_len} exceeds the {limit} positions up to which the angles of rope_type={kind!r} "

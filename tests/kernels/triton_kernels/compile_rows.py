@@ -52,7 +52,7 @@ def main() -> None:
     operator = [""]
     for module, name in (
         (norms, "_norm_kernel"),
-        (activation, "_silu_and_mul_kernel"),
+        (activation, "_gated_kernel"),
         (rotary, "_rotary_kernel"),
         (cache, "_write_kernel"),
         (embedding, "_embedding_kernel"),
@@ -76,6 +76,7 @@ def main() -> None:
         ("rms_norm", (qkv[:, :32], new(128, dtype=torch.float32), 1e-6, qkv[:, :32])),
         ("fused_add_rms_norm", (x, new(T, D), new(D), 1e-6)),
         ("silu_and_mul", (new(T, 2 * 768),)),
+        ("gelu_tanh_and_mul", (new(T, 2 * 10240),)),
         ("rotary_embedding", (ids, qkv[:, :32], qkv[:, 32:40], new(40960, 128, dtype=torch.float32))),
         ("rotary_embedding", (ids, qkv, qkv[:, :1], new(40960, 64, dtype=torch.float32), True)),
         ("reshape_and_cache", (qkv[:, 32:40], qkv[:, 40:], *2 * (new(64, 8, 16, 128),), ids)),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gated activation in Triton against its twin in fp64, among NaN."""
+"""The gated activations in Triton against their twins in fp64, among NaN."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from vllm.kernels import reference
 pytest.importorskip("triton")
 from row_cases import DTYPES, NAN, around, assert_close, few, interpreted, nan_rows, randn, wide_rows
 
+from vllm.kernels import triton as operators
 from vllm.kernels.triton import silu_and_mul
 
+NAMES = ["silu_and_mul", "gelu_tanh_and_mul"]
 
-def check(T: int, D: int, dtype: torch.dtype, in_x: bool, device: Any) -> None:
+
+def check(T: int, D: int, dtype: torch.dtype, in_x: bool, device: Any, name: str) -> None:
     """The first row is NaN."""
     x_cpu = (4 * randn(T, 2 * D)).to(dtype)
     x_cpu[-1, : min(4, D)] = torch.tensor([-100.0, 100.0, -0.0, 88.0])[: min(4, D)]
     x_cpu[0] = NAN
     x = wide_rows(x_cpu, device)
     out = x[:, :D] if in_x else nan_rows(T, D, dtype, device)
-    assert silu_and_mul(x, out) is out
-    want = reference.silu_and_mul(x_cpu.double())
+    assert getattr(operators, name)(x, out) is out
+    want = getattr(reference, name)(x_cpu.double())
     assert_close(out[1:], want[1:], 4 * want[1:].abs())
     assert not out[0].isfinite().any()
     assert torch.equal(x[1:, D:].cpu(), x_cpu[1:, D:])
@@ -35,9 +38,11 @@ def check(T: int, D: int, dtype: torch.dtype, in_x: bool, device: Any) -> None:
 
 @interpreted("overflow encountered in exp")  # of what a sigmoid makes 0
 @few
-@given(st.integers(1, 9), st.sampled_from([1, 7, 48, 1030]), st.sampled_from(DTYPES), st.booleans())
-def test_silu_and_mul(nan_poison, T, D, dtype, in_x):
-    check(T, D, dtype, in_x, "cpu")
+@given(
+    st.integers(1, 9), st.sampled_from([1, 7, 48, 1030]), st.sampled_from(DTYPES), st.booleans(), st.sampled_from(NAMES)
+)
+def test_against_the_twin(nan_poison, T, D, dtype, in_x, name):
+    check(T, D, dtype, in_x, "cpu", name)
 
 
 def test_new_memory_is_written_everywhere(nan_poison):

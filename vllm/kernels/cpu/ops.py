@@ -60,6 +60,7 @@ _FUNCTIONS = (
     "vc_embedding",
     "vc_rms_norm",
     "vc_silu_and_mul",
+    "vc_gelu_tanh_and_mul",
     "vc_rotary",
     "vc_reshape_and_cache",
     "vc_paged_attention",
@@ -257,7 +258,14 @@ def fused_add_rms_norm(
 
 
 def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
-    kernels = _kernels()
+    return _gated(_kernels().vc_silu_and_mul, x, out)
+
+
+def gelu_tanh_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
+    return _gated(_kernels().vc_gelu_tanh_and_mul, x, out)
+
+
+def _gated(kernel: Any, x: Tensor, out: Tensor | None) -> Tensor:
     T, width = x.shape
     D, dtype, (x0, x1) = width // 2, x.dtype, x.stride()
     assert width == 2 * D and x1 == 1, f"x is {x.shape} {x.stride()}, needed {(T, 2 * D)}, rows contiguous"
@@ -267,7 +275,7 @@ def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
     assert out.shape == (T, D) and out.dtype is dtype and (o1 == 1 or D == 1), (
         f"out is {out.shape} {out.dtype}, needed {(T, D)} {dtype}"
     )
-    kernels.vc_silu_and_mul(_i8(_CODE[dtype], T, D, _at(x), x0, _at(out), o0, _threads()))
+    kernel(_i8(_CODE[dtype], T, D, _at(x), x0, _at(out), o0, _threads()))
     return out
 
 

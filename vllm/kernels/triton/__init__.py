@@ -7,7 +7,7 @@ run in Triton's interpreter (``TRITON_INTERPRET=1``, set before ``triton`` is im
 
 import sys
 
-from vllm.kernels.triton.activation import silu_and_mul
+from vllm.kernels.triton.activation import gelu_tanh_and_mul, silu_and_mul
 from vllm.kernels.triton.attention import paged_attention, paged_attention_forms, paged_attention_workspace
 from vllm.kernels.triton.cache import reshape_and_cache
 from vllm.kernels.triton.embedding import embedding
@@ -33,6 +33,7 @@ __all__ = [
     "fused_experts",
     "fused_experts_forms",
     "gated_delta_net",
+    "gelu_tanh_and_mul",
     "grouped_topk",
     "log_probabilities",
     "num_compiled",

@@ -11,16 +11,26 @@ from vllm.kernels.triton.rows import fits, refuse_other_dtypes, rows_of, tile
 
 
 @triton.jit(do_not_specialize=["T"])
-def _silu_and_mul_kernel(x, x0, out, o0, T, D, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _gated_kernel(x, x0, out, o0, T, D, GELU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     t = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     live = (t < T) & (d < D)
     gate = tl.load(x + t * x0 + d, live, 0).to(tl.float32)
     up = tl.load(x + t * x0 + D + d, live, 0).to(tl.float32)
-    tl.store(out + t * o0 + d, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), live)
+    # gelu by tanh is x / 2 (1 + tanh(u / 2)) = x sigmoid(u)
+    u = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
+    tl.store(out + t * o0 + d, (gate * tl.sigmoid(u) * up).to(out.dtype.element_ty), live)
 
 
 def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
+    return _gated(x, out, False)
+
+
+def gelu_tanh_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
+    return _gated(x, out, True)
+
+
+def _gated(x: Tensor, out: Tensor | None, gelu: bool) -> Tensor:
     T, width = x.shape
     D = width // 2
     refuse_other_dtypes(x)
@@ -31,5 +41,5 @@ def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
     if T and D:
         shape = tile(D, 1024)
         grid = (triton.cdiv(T, shape["ROWS"]), triton.cdiv(D, shape["COLUMNS"]))
-        _silu_and_mul_kernel[grid](x, x0, out, o0, T, D, **shape)
+        _gated_kernel[grid](x, x0, out, o0, T, D, gelu, **shape)
     return out

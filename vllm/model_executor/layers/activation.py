@@ -16,7 +16,24 @@ class SiluAndMul(nn.Module):
         return ops.silu_and_mul(x, x[:, : x.shape[1] // 2])
 
 
+class GeluTanhAndMul(nn.Module):
+    """As ``SiluAndMul`` with the tanh form of GELU (GeGLU)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ops.gelu_tanh_and_mul(x, x[:, : x.shape[1] // 2])
+
+
+_GATED: dict[str, type[nn.Module]] = {"silu": SiluAndMul, "gelu_pytorch_tanh": GeluTanhAndMul}
+
+
+def gated_activation(name: str) -> nn.Module:
+    """The activation that configs call ``name``; ``ValueError`` where there is none."""
+    if name not in _GATED:
+        raise ValueError(f"hidden_act={name!r} is not supported: the feed-forward layers take {' or '.join(_GATED)}")
+    return _GATED[name]()
+
+
 def check_hidden_act(name: str) -> None:
-    """The feed-forward layers here are SwiGLU: another activation is an error that names it."""
+    """Experts are SwiGLU: another activation is an error that names it."""
     if name != "silu":
-        raise ValueError(f"hidden_act={name!r} is not supported: the feed-forward layers take 'silu'")
+        raise ValueError(f"hidden_act={name!r} is not supported: layers of experts take 'silu'")

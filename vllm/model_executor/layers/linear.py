@@ -7,6 +7,7 @@ slice of which tensor goes where. Once it is complete it is packed as the device
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,6 +56,17 @@ class Shard:
     @property
     def num_cols(self) -> int:
         return len(range(*self.cols.indices(self.full[1])))
+
+
+def of_one_tensor(shards: Sequence[Shard], name: str) -> list[Shard]:
+    """``shards``, whose tensors a checkpoint holds one below the other in tensor ``name``."""
+    firsts = itertools.accumulate((shard.full[0] for shard in shards), initial=0)
+    rows = [
+        torch.arange(shard.full[0], device="cpu")[shard.rows] + at for at, shard in zip(firsts, shards, strict=False)
+    ]
+    full = (sum(shard.full[0] for shard in shards), shards[0].full[1])
+    taken = torch.cat(rows)
+    return [Shard(name, full, slice(None) if len(taken) == full[0] else taken, slice(None), 0)]
 
 
 class LinearBase(nn.Module):
@@ -133,10 +145,19 @@ class ReplicatedLinear(LinearBase):
 
 
 class MergedColumnParallelLinear(LinearBase):
-    """Several linear layers of one input as one matrix product; each one's output rows are split over TP."""
+    """Several linear layers of one input as one matrix product; each one's output rows are split over TP.
+
+    ``fused``: the name under which a checkpoint has them as one.
+    """
 
     def __init__(
-        self, input_size: int, output_sizes: Sequence[int], bias: bool, dtype: torch.dtype, names: Sequence[str]
+        self,
+        input_size: int,
+        output_sizes: Sequence[int],
+        bias: bool,
+        dtype: torch.dtype,
+        names: Sequence[str],
+        fused: str | None = None,
     ) -> None:
         tp_size, tp_rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
         shards, at = [], 0
@@ -145,7 +166,7 @@ class MergedColumnParallelLinear(LinearBase):
             rows = slice(tp_rank * local, (tp_rank + 1) * local)
             shards.append(Shard(f"{name}.weight", (size, input_size), rows, slice(None), at))
             at += local
-        super().__init__(shards, bias, dtype)
+        super().__init__(of_one_tensor(shards, f"{fused}.weight") if fused else shards, bias, dtype)
 
 
 class ColumnParallelLinear(MergedColumnParallelLinear):
@@ -160,6 +181,7 @@ class QKVParallelLinear(LinearBase):
 
     Query heads are split over TP. With fewer KV heads than ranks each KV head is held by ``tp_size / num_kv_heads``
     neighbouring ranks. ``q_rows_per_head`` is 2 × head_size where the query projection also makes an output gate.
+    ``fused``: checkpoints have the three as one, ``qkv_proj``.
     """
 
     def __init__(
@@ -172,6 +194,7 @@ class QKVParallelLinear(LinearBase):
         dtype: torch.dtype,
         prefix: str,
         q_rows_per_head: int | None = None,
+        fused: bool = False,
     ) -> None:
         tp_size, tp_rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
         q_rows_each = q_rows_per_head or head_size
@@ -195,7 +218,7 @@ class QKVParallelLinear(LinearBase):
             Shard(f"{prefix}.k_proj.weight", full_kv, kv_rows, slice(None), q_size),
             Shard(f"{prefix}.v_proj.weight", full_kv, kv_rows, slice(None), q_size + kv_size),
         ]
-        super().__init__(shards, bias, dtype)
+        super().__init__(of_one_tensor(shards, f"{prefix}.qkv_proj.weight") if fused else shards, bias, dtype)
         self.num_heads, self.num_kv_heads = heads, kv_heads
         self.q_size, self.kv_size = q_size, kv_size
 

@@ -11,7 +11,10 @@ from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from vllm.kernels import ops
+from vllm.logger import init_logger
 from vllm.transformers_utils.config import LENGTH_DEPENDENT
+
+logger = init_logger(__name__)
 
 
 class RotaryEmbedding(nn.Module):
@@ -26,26 +29,28 @@ class RotaryEmbedding(nn.Module):
         ops.rotary_embedding(positions, q, k, self.cos_sin_cache)
 
 
-def get_rope(hf_config: Any, max_position: int, partial: bool = False) -> RotaryEmbedding:
+def get_rope(
+    hf_config: Any, max_position: int, partial: bool = False, layer_type: str | None = None
+) -> RotaryEmbedding:
     """The embedding that ``hf_config.rope_parameters`` describes, for positions below ``max_position``.
 
     ``partial``: the architecture rotates ``partial_rotary_factor`` of each head; to others the key means nothing.
+    ``layer_type``: of which layers, where the config describes one embedding for each kind of them.
     Frequencies and the attention factor of the scaled kinds (linear, yarn, llama3, …) come from transformers.
+
+    The long factors of ``longrope`` are those of every request where one may be longer than the original length; a
+    shorter one then has other angles than in transformers, which takes them by the length that a request has reached.
     """
-    parameters = dict(hf_config.rope_parameters)
+    parameters = dict(hf_config.rope_parameters[layer_type] if layer_type else hf_config.rope_parameters)
     if not partial:
         parameters.pop("partial_rotary_factor", None)
     kind = parameters.get("rope_type", "default")
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
-    if kind in LENGTH_DEPENDENT:
-        longest = hf_config.max_position_embeddings
-        if kind == "longrope":
-            longest = min(longest, parameters["original_max_position_embeddings"])
-        if max_position > longest:
-            raise ValueError(
-                f"rope_type={kind!r} over {max_position} positions is not supported: beyond {longest} its angles "
-                f"depend on the request's length; set max_model_len={longest}"
-            )
+    if kind in LENGTH_DEPENDENT and max_position > (longest := hf_config.max_position_embeddings):
+        raise ValueError(
+            f"rope_type={kind!r} over {max_position} positions is not supported: beyond {longest} its angles "
+            f"depend on the request's length; set max_model_len={longest}"
+        )
     if kind == "default":
         rotary_dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
@@ -55,7 +60,13 @@ def get_rope(hf_config: Any, max_position: int, partial: bool = False) -> Rotary
     elif kind in ROPE_INIT_FUNCTIONS:
         config = copy.deepcopy(hf_config)
         config.rope_parameters, config.head_dim = parameters, head_dim
-        inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
+        with torch.device("cpu"):  # for all that they make on the way
+            inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, device="cpu", seq_len=max_position)
+        if kind == "longrope" and max_position > (original := parameters["original_max_position_embeddings"]):
+            logger.warning(
+                "max_model_len=%d: all requests get longrope's long factors, made for more than %d tokens; with "
+                "max_model_len=%d they get the short ones", max_position, original, original
+            )  # fmt: skip
     else:
         raise ValueError(f"rope_type={kind!r} is unknown; known: default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}")
     angles = torch.arange(max_position, dtype=torch.float32, device="cpu")[:, None] * inv_freq.float()

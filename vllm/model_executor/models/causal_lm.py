@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.weight_update import drop_weights, move_weights, update_weights
 from vllm.model_executor.models.decoder import DecoderModel
@@ -20,6 +21,11 @@ from vllm.model_executor.parameter import WeightSpec, collect_weight_specs
 
 if TYPE_CHECKING:
     from vllm.model_executor.model_loader.weight_utils import StoredTensor
+
+
+logger = init_logger(__name__)
+
+VISION_WEIGHTS = r"^(model\.)?(vision_tower|multi_modal_projector)\."
 
 
 class CausalLM(nn.Module):
@@ -112,3 +118,11 @@ class CausalLM(nn.Module):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden states [R, hidden] → logits [R, vocab], the same on every TP rank."""
         return self.lm_head(hidden_states)
+
+
+class TextPart(CausalLM):
+    """The text model where it sits inside a multimodal checkpoint; put before the model's own class."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config, prefix)
+        logger.info("%s: only the text model is loaded; images and videos cannot be given", type(self).__name__)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.activation import gated_activation
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -18,7 +18,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate x) · up x)."""
+    """down(act(gate x) · up x); ``fused``: checkpoints have gate and up as one, ``gate_up_proj``."""
 
     def __init__(
         self,
@@ -28,15 +28,22 @@ class GatedMLP(nn.Module):
         prefix: str,
         bias: bool = False,
         reduce_results: bool = True,
+        hidden_act: str = "silu",
+        fused: bool = False,
     ) -> None:
         super().__init__()
         self.gate_up_proj = MergedColumnParallelLinear(
-            hidden_size, [intermediate_size] * 2, bias, dtype, [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
+            hidden_size,
+            [intermediate_size] * 2,
+            bias,
+            dtype,
+            [f"{prefix}.gate_proj", f"{prefix}.up_proj"],
+            f"{prefix}.gate_up_proj" if fused else None,
         )
         self.down_proj = RowParallelLinear(
             intermediate_size, hidden_size, bias, dtype, f"{prefix}.down_proj", reduce_results
         )
-        self.act_fn = SiluAndMul()
+        self.act_fn = gated_activation(hidden_act)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.act_fn(self.gate_up_proj(x)))
@@ -45,19 +52,26 @@ class GatedMLP(nn.Module):
 class DecoderAttention(nn.Module):
     """Grouped-query attention over the last ``sliding_window`` tokens, over all where it is None.
 
-    ``qk_norm`` normalises each query and key head before the rotation (Qwen3). What not every architecture's config
-    defines is an argument, so that a key which another one left in a config means nothing.
+    ``qk_norm`` normalises each query and key head before the rotation (Qwen3), which ``rope`` None leaves out. What
+    not every architecture's config defines is an argument, so that a key which another one left in a config means
+    nothing. ``o_bias``: as ``bias``, which is that of q, k and v, where None. ``fused``: checkpoints have q, k and v as
+    one tensor.
     """
 
     def __init__(
         self,
         config: Any,
-        rope: RotaryEmbedding,
+        rope: RotaryEmbedding | None,
         dtype: torch.dtype,
         prefix: str,
         bias: bool = False,
         sliding_window: int | None = None,
         qk_norm: bool = False,
+        o_bias: bool | None = None,
+        fused: bool = False,
+        zero_centered_norm: bool = False,
+        scale: float | None = None,
+        soft_cap: float = 0.0,
     ) -> None:
         super().__init__()
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -69,21 +83,31 @@ class DecoderAttention(nn.Module):
             bias,
             dtype,
             prefix,
+            fused=fused,
         )
         self.o_proj = RowParallelLinear(
-            config.num_attention_heads * self.head_dim, config.hidden_size, bias, dtype, f"{prefix}.o_proj"
+            config.num_attention_heads * self.head_dim,
+            config.hidden_size,
+            bias if o_bias is None else o_bias,
+            dtype,
+            f"{prefix}.o_proj",
         )
-        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype, f"{prefix}.q_norm") if qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype, f"{prefix}.k_norm") if qk_norm else None
+        self.q_norm, self.k_norm = (
+            RMSNorm(self.head_dim, config.rms_norm_eps, dtype, f"{prefix}.{name}", zero_centered_norm)
+            if qk_norm
+            else None
+            for name in ("q_norm", "k_norm")
+        )
         self.rotary_emb = rope
         self.attn = Attention(
             self.qkv_proj.num_heads,
             self.head_dim,
-            self.head_dim**-0.5,
+            self.head_dim**-0.5 if scale is None else scale,
             self.qkv_proj.num_kv_heads,
             dtype,
             f"{prefix}.attn",
             sliding_window,
+            soft_cap,
         )
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -93,8 +117,14 @@ class DecoderAttention(nn.Module):
         k = k.view(num_tokens, self.qkv_proj.num_kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q, out=q), self.k_norm(k, out=k)
-        self.rotary_emb(positions, q, k)
+        if self.rotary_emb is not None:
+            self.rotary_emb(positions, q, k)
         return self.o_proj(self.attn(q.flatten(1), k.flatten(1), v))
+
+
+def window_by_layer(config: Any, index: int) -> int | None:
+    """The attention window of layer ``index`` by its ``layer_types``, None for full attention."""
+    return config.sliding_window if config.layer_types[index] == "sliding_attention" else None
 
 
 class DecoderLayer(nn.Module):
@@ -105,11 +135,12 @@ class DecoderLayer(nn.Module):
     input_layernorm: RMSNorm
     post_attention_layernorm: RMSNorm
 
+    norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
+
     def make_norms(self, config: Any, dtype: torch.dtype, prefix: str, zero_centered: bool = False) -> None:
-        self.input_layernorm, self.post_attention_layernorm = (
-            RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, f"{prefix}.{name}", zero_centered)
-            for name in ("input_layernorm", "post_attention_layernorm")
-        )
+        for name in self.norms:
+            norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, f"{prefix}.{name}", zero_centered)
+            setattr(self, name, norm)
 
     def forward(
         self, positions: torch.Tensor, update: torch.Tensor | None, stream: torch.Tensor
@@ -138,14 +169,20 @@ class DecoderModel(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, dtype, f"{prefix}.embed_tokens"
         )
-        rope = get_rope(config, model_config.max_model_len, self.partial_rotary)
+        rope = self.make_rope(config, model_config.max_model_len)
         self.layers = nn.ModuleList(
             self.layer_cls(vllm_config, rope, f"{prefix}.layers.{i}") for i in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, f"{prefix}.norm", self.zero_centered_norm)
 
+    def make_rope(self, config: Any, max_model_len: int) -> Any:
+        return get_rope(config, max_model_len, self.partial_rotary)
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.embed_tokens(input_ids)
+
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        update, stream = None, self.embed_tokens(input_ids)
+        update, stream = None, self.embed(input_ids)
         for layer in self.layers:
             update, stream = layer(positions, update, stream)
         return self.norm.add(update, stream)[0]

@@ -6,17 +6,17 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.model_executor.models.causal_lm import CausalLM
-from vllm.model_executor.models.decoder import DecoderModel
+from vllm.model_executor.models.decoder import DecoderModel, window_by_layer
 from vllm.model_executor.models.llama import LlamaDecoderLayer
 
 
 class Qwen3DecoderLayer(LlamaDecoderLayer):
     qk_norm = True
-    mlp_has_bias = False
+    sliding_window = staticmethod(window_by_layer)
 
     @staticmethod
-    def sliding_window(config: Any, index: int) -> int | None:
-        return config.sliding_window if config.layer_types[index] == "sliding_attention" else None
+    def biases(config: Any) -> tuple[bool, bool, bool]:
+        return bool(config.attention_bias), bool(config.attention_bias), False
 
 
 class Qwen3Model(DecoderModel):

@@ -5,11 +5,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from vllm.config import VllmConfig
-from vllm.logger import init_logger
+from vllm.model_executor.models.causal_lm import TextPart
 from vllm.model_executor.models.qwen3_next import Qwen3NextDecoderLayer, Qwen3NextForCausalLM, Qwen3NextModel
-
-logger = init_logger(__name__)
 
 
 class Qwen3_5DecoderLayer(Qwen3NextDecoderLayer):
@@ -43,14 +40,8 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
     model_cls = Qwen3_5MoeModel
 
 
-class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
-    """The text model where it sits inside the multimodal checkpoint."""
-
+class Qwen3_5ForConditionalGeneration(TextPart, Qwen3_5ForCausalLM):
     model_prefix = "model.language_model"
-
-    def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
-        super().__init__(vllm_config, prefix)
-        logger.info("%s: only the text model is loaded; images and videos cannot be given", type(self).__name__)
 
 
 class Qwen3_5MoeForConditionalGeneration(Qwen3_5ForConditionalGeneration):

@@ -51,8 +51,16 @@ class _ModelRegistry:
 
 ModelRegistry = _ModelRegistry(
     {
+        "Gemma2ForCausalLM": f"{_MODELS}.gemma2:Gemma2ForCausalLM",
+        "Gemma3ForCausalLM": f"{_MODELS}.gemma3:Gemma3ForCausalLM",
+        "Gemma3ForConditionalGeneration": f"{_MODELS}.gemma3:Gemma3ForConditionalGeneration",
         "LlamaForCausalLM": f"{_MODELS}.llama:LlamaForCausalLM",
+        "MinistralForCausalLM": f"{_MODELS}.mistral:MistralForCausalLM",
+        "Mistral3ForConditionalGeneration": f"{_MODELS}.mistral:Mistral3ForConditionalGeneration",
+        "MistralForCausalLM": f"{_MODELS}.mistral:MistralForCausalLM",
         "MixtralForCausalLM": f"{_MODELS}.mixtral:MixtralForCausalLM",
+        "Phi3ForCausalLM": f"{_MODELS}.phi3:Phi3ForCausalLM",
+        "Qwen2ForCausalLM": f"{_MODELS}.qwen2:Qwen2ForCausalLM",
         "Qwen3_5ForCausalLM": f"{_MODELS}.qwen3_5:Qwen3_5ForCausalLM",
         "Qwen3_5ForConditionalGeneration": f"{_MODELS}.qwen3_5:Qwen3_5ForConditionalGeneration",
         "Qwen3_5MoeForCausalLM": f"{_MODELS}.qwen3_5:Qwen3_5MoeForCausalLM",
@@ -60,5 +68,6 @@ ModelRegistry = _ModelRegistry(
         "Qwen3ForCausalLM": f"{_MODELS}.qwen3:Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM": f"{_MODELS}.qwen3_moe:Qwen3MoeForCausalLM",
         "Qwen3NextForCausalLM": f"{_MODELS}.qwen3_next:Qwen3NextForCausalLM",
+        "SmolLM3ForCausalLM": f"{_MODELS}.smollm3:SmolLM3ForCausalLM",
     }
 )

@@ -59,9 +59,17 @@ class AttentionMetadataBuilder:
 class AttentionImpl(ABC):
     """Computes attention of one layer."""
 
-    def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, sliding_window: int) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        sliding_window: int,
+        soft_cap: float = 0.0,
+    ) -> None:
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
-        self.num_kv_heads, self.sliding_window = num_kv_heads, sliding_window
+        self.num_kv_heads, self.sliding_window, self.soft_cap = num_kv_heads, sliding_window, soft_cap
 
     @abstractmethod
     def forward(

@@ -185,10 +185,13 @@ INLINE vf exp(vf x) {
   return x < splat(-86.0f) ? vf{} : p * power;
 }
 
-INLINE vf silu(vf x) {
-  vf e = x < splat(-88.0f) ? splat(INF) : exp(-x);
+INLINE vf times_sigmoid(vf x, vf u) {
+  vf e = u < splat(-88.0f) ? splat(INF) : exp(-u);
   return x / (1.0f + e);
 }
+INLINE vf silu(vf x) { return times_sigmoid(x, x); }
+// x (1 + tanh(u / 2)) / 2, u = sqrt(8 / pi) (x + 0.044715 x^3).
+INLINE vf gelu_tanh(vf x) { return times_sigmoid(x, 1.59576912f * fma(0.044715f * x * x, x, x)); }
 
 // The halves of 32-bit words as floats.
 template <class T> INLINE vf low_half(vu words) {

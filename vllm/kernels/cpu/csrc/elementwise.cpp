@@ -65,14 +65,19 @@ template <class T, class W> void rms_norm(const NormArgs& a) {
   });
 }
 
-template <class T>
-void silu_and_mul(int64_t rows, int64_t D, const T* x, int64_t ldx, T* out, int64_t ldo, int threads) {
-  for_range(threads, rows, grain(4 * D), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++)
-      for_columns(D, [&](int64_t d, int n) {
-        vf g = get(x + i * ldx + d, n), u = get(x + i * ldx + D + d, n);
-        put(out + i * ldo + d, round_to<T>(silu(g)) * u, n);
-      });
+struct GatedArgs { int64_t dtype, T, D; const void* x; int64_t ldx; void* out; int64_t ldo, threads; };
+template <class F> void gated(const GatedArgs& a, F&& activation) {
+  with_type(a.dtype, [&](auto t) {
+    using T = decltype(t);
+    for_range((int)a.threads, a.T, grain(4 * a.D), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++) {
+        const T* x = (const T*)a.x + i * a.ldx;
+        T* out = (T*)a.out + i * a.ldo;
+        for_columns(a.D, [&](int64_t d, int n) {
+          put(out + d, round_to<T>(activation(get(x + d, n))) * get(x + a.D + d, n), n);
+        });
+      }
+    });
   });
 }
 
@@ -113,12 +118,12 @@ EXPORT int vc_rms_norm(const NormArgs* a) {
   return 0;
 }
 
-struct SiluArgs { int64_t dtype, T, D; const void* x; int64_t ldx; void* out; int64_t ldo, threads; };
-EXPORT int vc_silu_and_mul(const SiluArgs* a) {
-  with_type(a->dtype, [&](auto t) {
-    using T = decltype(t);
-    silu_and_mul(a->T, a->D, (const T*)a->x, a->ldx, (T*)a->out, a->ldo, (int)a->threads);
-  });
+EXPORT int vc_silu_and_mul(const GatedArgs* a) {
+  gated(*a, [](vf g) { return silu(g); });
+  return 0;
+}
+EXPORT int vc_gelu_tanh_and_mul(const GatedArgs* a) {
+  gated(*a, [](vf g) { return gelu_tanh(g); });
   return 0;
 }
 

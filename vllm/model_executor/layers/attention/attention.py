@@ -35,13 +35,14 @@ class Attention(nn.Module):
         dtype: torch.dtype,
         prefix: str,
         sliding_window: int | None = None,
+        soft_cap: float = 0.0,
     ) -> None:
         super().__init__()
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads
         self.dtype, self.layer_name = dtype, prefix
         self.sliding_window = sliding_window or 0
         self.backend = PagedAttentionBackend
-        self.impl = self.backend.impl_cls(num_heads, head_size, scale, num_kv_heads, self.sliding_window)
+        self.impl = self.backend.impl_cls(num_heads, head_size, scale, num_kv_heads, self.sliding_window, soft_cap)
         self.output_key = buffer_key(prefix, num_heads * head_size, dtype)
         self.kv_cache: tuple[torch.Tensor, torch.Tensor] | None = None
 

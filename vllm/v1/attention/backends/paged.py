@@ -31,6 +31,7 @@ class PagedAttentionImpl(AttentionImpl):
             self.scale,
             output,
             self.sliding_window,
+            soft_cap=self.soft_cap,
             query_start_loc_cpu=metadata.query_start_loc_cpu,
             seq_lens_cpu=metadata.seq_lens_cpu,
         )
