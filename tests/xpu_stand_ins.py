@@ -141,11 +141,13 @@ def remap_hidden_states(
 def cutlass_grouped_gemm_interface(
     A: Tensor, a_scale: Any, B: Tensor, b_scale: Any, bias: Any, out: Tensor, counts: Tensor, N: int, K: int, E: int
 ) -> Tensor:
-    assert a_scale is b_scale is bias is None and A.dtype in HALF and A.dtype is B.dtype is out.dtype and N % 8 == 0
+    assert a_scale is b_scale is None and A.dtype in HALF and A.dtype is B.dtype is out.dtype and N % 8 == 0
+    assert bias is None or (bias.shape == (E, N) and bias.is_contiguous() and bias.dtype is A.dtype)
     assert B.is_contiguous() and B.shape == (E, K, N) and A.shape[1] == K and out.shape[1] == N
     at = 0
     for e, count in enumerate(counts.tolist()):
-        out[at : at + count] = (A[at : at + count].float() @ B[e].float()).to(out.dtype)
+        y = A[at : at + count].float() @ B[e].float()
+        out[at : at + count] = (y if bias is None else y + bias[e].float()).to(out.dtype)
         at += count
     return out
 
@@ -209,6 +211,10 @@ def installed() -> Iterator[None]:
             library = libraries[namespace]
             library.define(name + schema)
             library.impl(name, made[name], "CPU")
-            returns = {"varlen_fwd": lambda *args: [args[3]], "cutlass_grouped_gemm_interface": lambda *args: args[5]}
+            returns = {
+                "varlen_fwd": lambda *args: [args[3]],
+                "cutlass_grouped_gemm_interface": lambda *args: args[5],
+                "grouped_topk": lambda *args: (args[0][:, : args[3]].float(), args[0][:, : args[3]].int()),
+            }
             library.impl(name, returns.get(name, lambda *args: None), "Meta")
         yield

@@ -338,6 +338,19 @@ def test_experts_skip_minus_one(dtype: torch.dtype, own: bool) -> None:
             xpu.fused_experts(*wrong)
 
 
+@pytest.mark.usefixtures("nan_poison")
+def test_experts_with_biases() -> None:
+    E, D, I, T, S = 5, 16, 12, 7, 4
+    w13, w2 = randn(E, 2 * I, D, dtype=torch.bfloat16, seed=1) / 4, randn(E, D, I, dtype=torch.bfloat16, seed=2) / 4
+    b13, b2 = (randn(E, n, dtype=torch.bfloat16, seed=n).float() for n in (2 * I, D))
+    x, ids, route = randn(T, D, dtype=torch.bfloat16), torch.randint(-1, E, (T, S)), randn(T, S, seed=3) / 4
+    plain = weights.pack_expert_weights(w13, gated=True), weights.pack_expert_weights(w2)
+    packed = xpu.pack_expert_weights(w13, gated=True), xpu.pack_expert_weights(w2)
+    for activation in ("silu", "swigluoai"):
+        right = reference.fused_experts(x, *plain, ids, route, None, b13, b2, activation)
+        close(xpu.fused_experts(x, *packed, ids, route, None, b13, b2, activation), right)
+
+
 def test_packed_experts_are_plain_to_all_others() -> None:
     w = randn(3, 8, 4)
     packed = xpu.pack_expert_weights(w)

@@ -103,7 +103,8 @@ def _experts(device: str) -> tuple[Any, ...]:
     E, D, inner = 4, 64, 32
     w13 = weights.pack_expert_weights(_randn(device, E, 2 * inner, D) / 8, gated=True)
     w2 = weights.pack_expert_weights(_randn(device, E, D, inner) / 8)
-    return _chosen(device, w13, w2, D)
+    b13, b2 = _randn(device, E, 2 * inner).float() / 4, _randn(device, E, D).float() / 4
+    return (*_chosen(device, w13, w2, D), None, b13, b2, "swigluoai")
 
 
 def _chosen(device: str, w13: Any, w2: Any, D: int) -> tuple[Any, ...]:

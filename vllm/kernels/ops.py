@@ -206,8 +206,15 @@ def fused_experts(
     topk_ids_TS: Tensor,
     topk_weights_TS: Tensor,
     out: Tensor | None = None,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    activation: str = "silu",
 ) -> Tensor:
-    """SwiGLU experts: ``sum over s of weight[t, s] * w2[e] (silu(gate) * up)``, [gate; up] = w13[e] x[t], e = id[t, s].
+    """Gated experts: ``sum over s of weight[t, s] * (w2[e] h + b2[e])``, h = act(gate, up), [gate; up] = w13[e] x[t] +
+    b13[e], e = id[t, s].
+
+    act is ``silu(gate) * up`` (SwiGLU), or for ``activation="swigluoai"`` (gpt-oss), with gate at most 7 and up within
+    -7 and 7, ``gate * sigmoid(1.702 * gate) * (up + 1)``.
 
     A slot with id -1 is skipped: its weight is not read and may be NaN; a row with no other slots is exactly 0, and
     nothing its x holds reaches another row. The sum over slots is in float32, in the order of the slots.
@@ -218,9 +225,10 @@ def fused_experts(
             quantised: then ``quantized_experts`` runs, which is to this what ``quantized_linear`` is to ``linear``.
         topk_ids_TS: int32 or int64 [T, S], each in [-1, E); topk_weights_TS: float32 [T, S].
         out: [T, D] of x's dtype; may be x itself.
+        b13, b2: float32 [E, 2 * I] and [E, D], contiguous.
     """
     operator = "quantized_experts" if isinstance(w13, QuantizedWeight) else "fused_experts"
-    return _run_packed(operator, w13, x_TD, w13, w2, topk_ids_TS, topk_weights_TS, out)
+    return _run_packed(operator, w13, x_TD, w13, w2, topk_ids_TS, topk_weights_TS, out, b13, b2, activation)
 
 
 def quantized_experts(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,27 +50,6 @@ def quantized_embedding(ids_T: Tensor, weight: QuantizedWeight, vocab_range: tup
     return quantized_embedding(rows, weight).masked_fill_(elsewhere[:, None], 0)
 
 
-def quantized_experts(
-    x_TD: Tensor,
-    w13: QuantizedWeight,
-    w2: QuantizedWeight,
-    topk_ids_TS: Tensor,
-    topk_weights_TS: Tensor,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Each expert's weight is decoded when it has rows."""
-    wide = torch.promote_types(x_TD.dtype, torch.float32)
-    y_TSD = x_TD.new_zeros((*topk_ids_TS.shape, x_TD.shape[1]), dtype=wide)
-    for e in topk_ids_TS[topk_ids_TS >= 0].unique().tolist():
-        token, slot = torch.where(topk_ids_TS == e)
-        h = silu_and_mul(quantized_linear(x_TD[token], w13.rows(e)))
-        y_TSD[token, slot] = quantized_linear(h, w2.rows(e)).to(wide) * topk_weights_TS[token, slot, None]
-    y = torch.zeros_like(x_TD, dtype=wide)
-    for s in range(topk_ids_TS.shape[1]):
-        y += y_TSD[:, s]
-    return y.to(x_TD.dtype) if out is None else out.copy_(y)
-
-
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -96,6 +76,13 @@ def _gated(activation: Callable[[Tensor], Tensor], x: Tensor, out: Tensor | None
     gate, up = x.chunk(2, dim=-1)
     y = activation(gate) * up
     return y if out is None else out.copy_(y)
+
+
+def swigluoai_and_mul(x: Tensor) -> Tensor:
+    """The clamped form of gpt-oss, [T, 2 * D] = [gate, up] -> [T, D]; see ``ops.fused_experts``."""
+    gate, up = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (gate * torch.sigmoid(1.702 * gate) * (up + 1)).to(x.dtype)
 
 
 def rotary_embedding(
@@ -200,13 +187,55 @@ def fused_experts(
     topk_ids_TS: Tensor,
     topk_weights_TS: Tensor,
     out: Tensor | None = None,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    activation: str = "silu",
 ) -> Tensor:
+    def product(x: Tensor, packed: PackedExperts, e: int) -> Tensor:
+        return F.linear(x, packed.data[e])
+
+    return _experts(product, x_TD, w13, w2, topk_ids_TS, topk_weights_TS, out, b13, b2, activation)
+
+
+def quantized_experts(
+    x_TD: Tensor,
+    w13: QuantizedWeight,
+    w2: QuantizedWeight,
+    topk_ids_TS: Tensor,
+    topk_weights_TS: Tensor,
+    out: Tensor | None = None,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    activation: str = "silu",
+) -> Tensor:
+    """Each expert's weight is decoded when it has rows."""
+
+    def product(x: Tensor, weight: QuantizedWeight, e: int) -> Tensor:
+        return quantized_linear(x, weight.rows(e))
+
+    return _experts(product, x_TD, w13, w2, topk_ids_TS, topk_weights_TS, out, b13, b2, activation)
+
+
+def _experts(
+    product: Callable[[Tensor, Any, int], Tensor],
+    x_TD: Tensor,
+    w13: Any,
+    w2: Any,
+    topk_ids_TS: Tensor,
+    topk_weights_TS: Tensor,
+    out: Tensor | None,
+    b13: Tensor | None,
+    b2: Tensor | None,
+    activation: str,
+) -> Tensor:
+    act = {"silu": silu_and_mul, "swigluoai": swigluoai_and_mul}[activation]
     wide = torch.promote_types(x_TD.dtype, torch.float32)
     y_TSD = x_TD.new_zeros((*topk_ids_TS.shape, x_TD.shape[1]), dtype=wide)
     for e in topk_ids_TS[topk_ids_TS >= 0].unique().tolist():
         token, slot = torch.where(topk_ids_TS == e)
-        h = silu_and_mul(F.linear(x_TD[token], w13.data[e]))
-        y_TSD[token, slot] = F.linear(h, w2.data[e]).to(wide) * topk_weights_TS[token, slot, None]
+        gate_up = product(x_TD[token], w13, e)
+        y = product(act(gate_up if b13 is None else (gate_up + b13[e]).to(x_TD.dtype)), w2, e).to(wide)
+        y_TSD[token, slot] = (y if b2 is None else y + b2[e]) * topk_weights_TS[token, slot, None]
     y = torch.zeros_like(x_TD, dtype=wide)
     for s in range(topk_ids_TS.shape[1]):
         y += y_TSD[:, s]

@@ -23,6 +23,7 @@ from torch import Tensor
 from vllm.kernels import memory
 from vllm.kernels.packages import kernel_package
 from vllm.kernels.padding import PAD_EXPERT, PAD_STATE_SLOT, with_rows
+from vllm.kernels.reference import swigluoai_and_mul
 from vllm.kernels.reference_gdn import rms_norm_gated_ref
 from vllm.kernels.weights import GDNWeights, PackedExperts
 
@@ -338,6 +339,9 @@ def fused_experts(
     topk_ids_TS: Tensor,
     topk_weights_TS: Tensor,
     out: Tensor | None = None,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    activation: str = "silu",
 ) -> Tensor:
     """Id -1 never reaches the kernels, which would index a table with it or take it for expert 0: a skipped slot has id
     E of a table of E + 1 experts, which sends it nowhere."""
@@ -362,9 +366,14 @@ def fused_experts(
         )
         gate_up, h = (torch.empty(T * S, width, dtype=dtype, device=device) for width in (2 * I, I))
         gemm = torch.ops._xpu_C.cutlass_grouped_gemm_interface
-        gemm(rows, None, weights[0], None, None, gate_up, rows_per_expert, 2 * I, D, E)
-        torch.ops._C.silu_and_mul(h, gate_up)  # of the rows past the last expert's as well, which nothing reads
-        gemm(h, None, weights[1], None, None, rows, rows_per_expert, D, I, E)
+        bias13, bias2 = (None if bias is None else bias.to(dtype) for bias in (b13, b2))
+        gemm(rows, None, weights[0], None, bias13, gate_up, rows_per_expert, 2 * I, D, E)
+        # Of the rows past the last expert's as well, which nothing reads.
+        if activation == "silu":
+            torch.ops._C.silu_and_mul(h, gate_up)
+        else:  # the kernel wants gate and up in turns
+            h.copy_(swigluoai_and_mul(gate_up))
+        gemm(h, None, weights[1], None, bias2, rows, rows_per_expert, D, I, E)
         torch.ops._moe_C.moe_gather(y, rows, topk_weights_TS, place_TS, E)
     return y if out is None or out is y else out.copy_(y)
 

@@ -160,6 +160,61 @@ def test_experts_under_uneven_loads(load, monkeypatch, nan_poison):
     assert got[want.eq(0).all(dim=1)].eq(0).all()
 
 
+def gpt_oss(E: int, I: int, D: int) -> tuple[torch.nn.Module, list[Tensor]]:
+    """transformers' experts, and their weights and biases as the operator takes them: w13, w2, b13, b2."""
+    from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    config = GptOssConfig(num_local_experts=E, hidden_size=D, intermediate_size=I, num_attention_heads=1, head_dim=D)
+    theirs = GptOssExperts(config).double()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(torch.randn(parameter.shape))
+        theirs.gate_up_proj.mul_(1.5)  # a tenth of the gates and ups are past 7
+        halves = torch.cat((torch.arange(0, 2 * I, 2), torch.arange(1, 2 * I, 2)))
+        w13, b13 = theirs.gate_up_proj.mT[:, halves], theirs.gate_up_proj_bias[:, halves]
+        return theirs, [x.float().contiguous() for x in (w13, theirs.down_proj.mT, b13, theirs.down_proj_bias)]
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference", "cpu"])
+def test_biases_and_the_clamped_activation_are_gpt_oss(implementation, monkeypatch, nan_poison):
+    """In fp32 against transformers in fp64; the down bias counts as often as its expert is chosen, and never in a row
+    or slot that is skipped."""
+    monkeypatch.setattr(experts, "_tiles", lambda *_: SMALL)
+    E, I, D, T, S = 5, 11, 18, 9, 3
+    theirs, (w13, w2, b13, b2) = gpt_oss(E, I, D)
+    x, weights, ids = torch.randn(T, D), torch.rand(T, S), torch.rand(T, E).topk(S).indices
+    ids[2], ids[5, 1] = -1, -1
+    with torch.no_grad():
+        given = ids.masked_fill(ids < 0, 0), weights.masked_fill(ids < 0, 0).double()
+        want = theirs(x.double(), *given)
+    poison_skipped(x, ids, weights)
+    if implementation == "cpu":
+        cpu = pytest.importorskip("vllm.kernels.cpu")
+        packs, run = (cpu.pack_expert_weights(w13, True), cpu.pack_expert_weights(w2)), cpu.fused_experts
+    else:
+        packs = packed(w13, True), packed(w2, False)
+        run = {"triton": experts, "reference": reference}[implementation].fused_experts
+    got = run(x, *packs, ids, weights, None, b13, b2, "swigluoai")
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=2e-4)
+    assert got[2].eq(0).all()
+    x[4] = NAN
+    again = run(x, *packs, ids, weights, None, b13, b2, "swigluoai")
+    assert again[4].isnan().all()
+    assert again[torch.arange(T) != 4].isfinite().all()
+    silu = run(x, *packs, ids, weights, None, b13, b2)
+    torch.testing.assert_close(
+        silu,
+        reference.fused_experts(x, packed(w13, True), packed(w2, False), ids, weights, None, b13, b2),
+        rtol=2e-5,
+        atol=2e-5,
+        equal_nan=True,
+    )
+    if implementation != "reference":
+        with pytest.raises(AssertionError, match="needed contiguous float32"):
+            run(x, *packs, ids, weights, None, b13[:, 1:], b2)
+
+
 def test_no_program_works_without_rows(monkeypatch):
     """Rows that chose another rank's experts cost a look at the plan and no product."""
     monkeypatch.setattr(experts, "_tiles", lambda *_: SMALL)

@@ -434,6 +434,15 @@ def repack_expert_weight(packed: PackedExperts, expert: int, weight_NK: Tensor, 
     _pack_into(weight_NK, packed.data[expert, part])
 
 
+def _bias(bias: Tensor | None, shape: tuple[int, int]) -> int:
+    if bias is None:
+        return 0
+    assert bias.shape == shape and bias.dtype is torch.float32 and bias.is_contiguous(), (
+        f"bias is {tuple(bias.shape)} {bias.dtype}, needed contiguous float32 {shape}"
+    )
+    return _at(bias)
+
+
 def fused_experts(
     x_TD: Tensor,
     w13: PackedExperts,
@@ -441,6 +450,9 @@ def fused_experts(
     topk_ids_TS: Tensor,
     topk_weights_TS: Tensor,
     out: Tensor | None = None,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    activation: str = "silu",
 ) -> Tensor:
     _panels(w13)
     T, D = x_TD.shape
@@ -461,10 +473,11 @@ def fused_experts(
     assert x_TD.stride(1) == 1 and out.stride(1) == 1, f"last strides are {x_TD.stride(1)}, {out.stride(1)}, needed 1"
     topk_ids_TS, topk_weights_TS = topk_ids_TS.contiguous(), topk_weights_TS.contiguous()
     bad = _kernels().vc_fused_experts(
-        _i16(
+        _i19(
             _CODE[dtype], topk_ids_TS.dtype is torch.int64, T, S, E, I, D, _at(x_TD), x_TD.stride(0),
             _at(w13.data), _at(w2.data), _at(topk_ids_TS), _at(topk_weights_TS),
-            _at(out), out.stride(0), _threads(),
+            _at(out), out.stride(0), _threads(), _bias(b13, (E, 2 * I)), _bias(b2, (E, D)),
+            ("silu", "swigluoai").index(activation),
         )
     )  # fmt: skip
     assert not bad, f"expert ids from {topk_ids_TS.min()} to {topk_ids_TS.max()} do not fit {E} experts"

@@ -84,7 +84,9 @@ def _product(
     stride_we,
     stride_wn,
     half,
+    bias_ptr,
     GATED: tl.constexpr,
+    CLAMPED: tl.constexpr,
     WIDE: tl.constexpr,
     WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -93,7 +95,8 @@ def _product(
     GROUP: tl.constexpr,
 ):
     """One tile of rows by COLUMNS outputs. GATED: a is read at the pair's row and out written in the runs' order, and w
-    is [gate; up], ``half`` apart; else the other way round. WIDE: multiply in fp32; WHOLE: K is a multiple of DEPTH."""
+    is [gate; up], ``half`` apart; else the other way round. CLAMPED: gpt-oss's activation. WIDE: multiply in fp32;
+    WHOLE: K is a multiple of DEPTH."""
     # Tiles of a group take turns within a column: those of one expert run side by side and share its weights in cache.
     program = tl.program_id(0)
     start = program // (GROUP * columns) * GROUP
@@ -137,8 +140,18 @@ def _product(
             total_up = tl.dot(rows, weights, total_up, input_precision="ieee")
         a += DEPTH
         w += DEPTH
+    if bias_ptr is not None:
+        bias = bias_ptr + expert.to(tl.int64) * (2 * N if GATED else N) + n
+        total += tl.load(bias, mask=n < N, other=0.0)[None, :]
+        if GATED:
+            total_up += tl.load(bias + N, mask=n < N, other=0.0)[None, :]
     if GATED:
-        total = total / (1.0 + tl.exp(-total)) * total_up
+        if CLAMPED:
+            total = tl.where(total > 7.0, 7.0, total)
+            total_up = tl.where(total_up > 7.0, 7.0, tl.where(total_up < -7.0, -7.0, total_up))
+            total = total / (1.0 + tl.exp(-1.702 * total)) * (total_up + 1.0)
+        else:
+            total = total / (1.0 + tl.exp(-total)) * total_up
     out = out_ptr + target.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=real[:, None] & (n < N)[None, :])
 
@@ -218,6 +231,9 @@ def fused_experts(
     topk_ids_TS: Tensor,
     topk_weights_TS: Tensor,
     out: Tensor | None = None,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    activation: str = "silu",
 ) -> Tensor:
     """The operator for "plain" weights, contiguous in K. An id outside [-1, E) is skipped as -1 is (an assertion
     under TRITON_DEBUG=1): to look would be to wait for the device.
@@ -267,19 +283,25 @@ def fused_experts(
         starts, cut, num_tiles, E, ROWS=tiles.rows, EXPERTS=triton.next_power_of_2(E), TILES=16
     )
 
-    def product(a: Tensor, packed: PackedExperts, N: int, gated: bool) -> Tensor:
+    assert activation in ("silu", "swigluoai"), f"there is no activation {activation!r}"
+    for bias, width in ((b13, 2 * I), (b2, D)):
+        fits = bias is None or (bias.shape == (E, width) and bias.dtype is torch.float32 and bias.is_contiguous())
+        assert fits, f"bias {None if bias is None else (bias.shape, bias.dtype)}, needed contiguous float32 {E, width}"
+
+    def product(a: Tensor, packed: PackedExperts, N: int, gated: bool, bias: Tensor | None) -> Tensor:
         result = a.new_empty(P, N)
         width = tiles.columns // (1 + gated)
         columns = triton.cdiv(N, width)
         w = packed.data
         _product[(num_tiles * columns,)](
             a, w, result, order, cut, num_tiles, columns, S, N, packed.K, a.stride(0), w.stride(0), w.stride(1),
-            N * w.stride(1), GATED=gated, WIDE=interpreted, WHOLE=packed.K % tiles.depth == 0,
+            N * w.stride(1), bias, GATED=gated, CLAMPED=activation == "swigluoai", WIDE=interpreted,
+            WHOLE=packed.K % tiles.depth == 0,
             ROWS=tiles.rows, COLUMNS=width, DEPTH=tiles.depth, GROUP=8, num_warps=tiles.warps, num_stages=stages,
         )  # fmt: skip
         return result
 
-    y = product(product(x_TD, w13, I, True), w2, D, False)
+    y = product(product(x_TD, w13, I, True, b13), w2, D, False, b2)
     rows, columns = (16, 128) if interpreted else (1, min(1024, triton.next_power_of_2(D)))
     _combine[(triton.cdiv(T, rows), triton.cdiv(D, columns))](
         y, ids, weights, out, T, E, D, out.stride(0), S=S, ROWS=rows, COLUMNS=columns

@@ -163,7 +163,23 @@ struct ExpertsArgs {
   const float* weights;
   void* out;
   int64_t ldo, threads;
+  const float *b13, *b2;  // [E][gate, up], [E][D], or null
+  int64_t clamped;        // gpt-oss's activation
 };
+
+// gate * sigmoid(1.702 gate) * (up + 1), gate at most 7, up within 7 of 0 (gpt-oss). A NaN stays one.
+INLINE vf clamped_gate(vf gate, vf up) {
+  gate = gate > splat(7.0f) ? splat(7.0f) : gate;
+  up = up > splat(7.0f) ? splat(7.0f) : up;
+  up = up < splat(-7.0f) ? splat(-7.0f) : up;
+  vf x = gate * 1.702f;
+  return silu(x) * (1 / 1.702f) * (up + 1.0f);
+}
+
+// A register of a bias of which `some` more elements exist.
+INLINE vf bias_at(const float* bias, int64_t some) {
+  return some >= VL ? load(bias) : some > 0 ? load_part(bias, (int)some) : vf{};
+}
 
 // w13: [E][gate panels, up panels], w2: [E][panels]. See fused_experts in Python.
 template <class T> int experts(const ExpertsArgs& args) {
@@ -227,8 +243,16 @@ template <class T> int experts(const ExpertsArgs& args) {
         });
         gemm_block(rows, a, D, ups, p, p + 1, [&](int64_t r0, int mr, int64_t, int, const float* c, int64_t) {
           for (int64_t i = 0; i < mr * NR; i += VL) {
-            vf g = round_to<T>(load(gate + r0 * NR + i)), u = round_to<T>(load(c + i));
-            store(h + (s + r0 + i / NR) * ldh + p * NR + i % NR, round_to<T>(silu(g)) * u);
+            vf g = load(gate + r0 * NR + i), u = load(c + i);
+            if (args.b13) {
+              const float* bias = args.b13 + e * 2 * I;
+              int64_t n = p * NR + i % NR, some = I - n;
+              g += bias_at(bias + n, some);
+              u += bias_at(bias + I + n, some);
+            }
+            g = round_to<T>(g), u = round_to<T>(u);
+            vf y = args.clamped ? clamped_gate(g, u) : round_to<T>(silu(g)) * u;
+            store(h + (s + r0 + i / NR) * ldh + p * NR + i % NR, y);
           }
         });
       }
@@ -240,7 +264,11 @@ template <class T> int experts(const ExpertsArgs& args) {
                    for (int r = 0; r < mr; r++) {
                      vf scale = splat(wt[order[s + r0 + r]]);
                      float* to = y + (s + r0 + r) * ldy + p * NR;
-                     for (int64_t j = 0; j < np * NR; j += VL) store(to + j, load(c + r * ldc + j) * scale);
+                     for (int64_t j = 0; j < np * NR; j += VL) {
+                       vf sum = load(c + r * ldc + j);
+                       if (args.b2) sum += bias_at(args.b2 + e * D + p * NR + j, D - p * NR - j);
+                       store(to + j, sum * scale);
+                     }
                    }
                  });
     });
