@@ -51,6 +51,8 @@ class _ModelRegistry:
 
 ModelRegistry = _ModelRegistry(
     {
+        "DeepseekV2ForCausalLM": f"{_MODELS}.deepseek_v2:DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM": f"{_MODELS}.deepseek_v2:DeepseekV3ForCausalLM",
         "LlamaForCausalLM": f"{_MODELS}.llama:LlamaForCausalLM",
         "MixtralForCausalLM": f"{_MODELS}.mixtral:MixtralForCausalLM",
         "Qwen3_5ForCausalLM": f"{_MODELS}.qwen3_5:Qwen3_5ForCausalLM",

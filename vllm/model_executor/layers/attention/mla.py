@@ -187,6 +187,7 @@ class LatentAttention(nn.Module):
             part.seq_lens,
             self.scale,
             out,
+            0,
             query_start_loc_cpu=part.query_start_loc_cpu,
             seq_lens_cpu=part.seq_lens_cpu,
         )
