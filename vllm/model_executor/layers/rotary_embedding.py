@@ -55,7 +55,8 @@ def get_rope(hf_config: Any, max_position: int, partial: bool = False) -> Rotary
     elif kind in ROPE_INIT_FUNCTIONS:
         config = copy.deepcopy(hf_config)
         config.rope_parameters, config.head_dim = parameters, head_dim
-        inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
+        with torch.device("cpu"):  # transformers makes some of it on the default device
+            inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
     else:
         raise ValueError(f"rope_type={kind!r} is unknown; known: default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}")
     angles = torch.arange(max_position, dtype=torch.float32, device="cpu")[:, None] * inv_freq.float()
