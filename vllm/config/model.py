@@ -60,6 +60,9 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
+        """Width of a cached key's head."""
+        if getattr(self.hf_config, "kv_lora_rank", None):  # latent attention
+            return self.hf_config.kv_lora_rank + self.hf_config.qk_rope_head_dim
         return getattr(self.hf_config, "head_dim", None) or self.hidden_size // self.num_attention_heads
 
     @property

@@ -146,13 +146,14 @@ def rotary_embedding(
 
 
 def reshape_and_cache(
-    k_TJD: Tensor, v_TJD: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping_T: Tensor
+    k_TJD: Tensor, v_TJD: Tensor | None, key_cache: Tensor, value_cache: Tensor | None, slot_mapping_T: Tensor
 ) -> None:
     """Writes token t to slot ``slot_mapping[t]`` = block * block_size + offset; a token with slot -1 is skipped.
 
     Args:
         k_TJD, v_TJD: [T, J, D], may be views into a fused row; the last dimension contiguous.
-        key_cache, value_cache: [num_blocks, J, block_size, D] of the same dtype, a block's head contiguous.
+        key_cache, value_cache: [num_blocks, J, block_size, D] of the same dtype, the last dimension contiguous.
+            v and its cache are None where the values are part of the keys (latent attention).
         slot_mapping_T: int64 [T].
     """
     _run("reshape_and_cache", k_TJD, v_TJD, key_cache, value_cache, slot_mapping_T)
@@ -183,8 +184,8 @@ def paged_attention(
 
     Args:
         q_THD, out_THD: [T, H, D], may be views into wider rows; the last dimension contiguous.
-        key_cache, value_cache: [num_blocks, J, block_size, D], H a multiple of J, a block's head contiguous. The
-            values, and with them ``out``, may have a head size of their own.
+        key_cache, value_cache: [num_blocks, J, block_size, D], H a multiple of J, the last dimension contiguous. The
+            values, and with them ``out``, may have a head size of their own, and may be a view of the keys.
         block_table: int32 [>= R, max_blocks].
         query_start_loc: int32 [>= R + 1], rising from 0; seq_lens: int32 [>= R].
         num_reqs: R; by default ``query_start_loc.shape[0] - 1``.

@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vllm.kernels.activation_scales import activation_scale
+
 
 class Format(NamedTuple):
     """``bytes`` hold the codes of ``columns`` neighbouring columns. ``scaled``: scales lie beside the codes, not among
@@ -172,7 +174,7 @@ def round_activations(x_TK: Tensor, to: str | None) -> Tensor:
         return x_TK
     most = {"int8": 127.0, "fp8": torch.finfo(torch.float8_e4m3fn).max}[to]
     wide = x_TK.float()
-    scale = wide.abs().amax(-1, keepdim=True).clamp(min=1e-12) / most
+    scale = activation_scale(wide, most)
     on_grid = wide / scale
     on_grid = on_grid.round() if to == "int8" else on_grid.to(torch.float8_e4m3fn).float()
     return on_grid * scale

@@ -101,14 +101,15 @@ def rotary_embedding(
 
 
 def reshape_and_cache(
-    k_TJD: Tensor, v_TJD: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping_T: Tensor
+    k_TJD: Tensor, v_TJD: Tensor | None, key_cache: Tensor, value_cache: Tensor | None, slot_mapping_T: Tensor
 ) -> None:
     block_size = key_cache.shape[2]
     real = slot_mapping_T >= 0
     slots = slot_mapping_T[real]
     block, offset = slots // block_size, slots % block_size
     key_cache[block, :, offset] = k_TJD[real]
-    value_cache[block, :, offset] = v_TJD[real]
+    if v_TJD is not None and value_cache is not None:
+        value_cache[block, :, offset] = v_TJD[real]
 
 
 def paged_attention(

@@ -67,10 +67,11 @@ def get_model(vllm_config: VllmConfig) -> nn.Module:
             stored = read_safetensors(safetensors_files(path, getattr(config.hf_config, "transformers_weights", None)))
     if (checkpoint_name := getattr(model, "checkpoint_name", None)) is not None:
         stored = [dataclasses.replace(tensor, name=checkpoint_name(tensor.name)) for tensor in stored]
-    stored = without_extra_layers(stored, specs, origin)
+    ignored = getattr(model, "ignored_weights", ())
+    stored = without_extra_layers(stored, specs, ignored, origin)
     if (stand_in := getattr(model, "stand_in", None)) is not None:
         stored = stand_in(stored)
-    pairs = match_specs(specs, stored, getattr(model, "ignored_weights", ()), origin)
+    pairs = match_specs(specs, stored, ignored, origin)
     with torch.no_grad(), freed_memory_goes_back():
         load_weights(model, pairs, config.dtype)
     logger.info("%d tensors of %s loaded in %.2f s", len(pairs), origin, time.perf_counter() - start)

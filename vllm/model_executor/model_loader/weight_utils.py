@@ -237,14 +237,19 @@ def dummy_tensors(specs: Sequence[WeightSpec], seed: int) -> list[StoredTensor]:
 
 
 def without_extra_layers(
-    stored: Sequence[StoredTensor], specs: Sequence[WeightSpec], origin: str
+    stored: Sequence[StoredTensor], specs: Sequence[WeightSpec], ignored: Sequence[str], origin: str
 ) -> list[StoredTensor]:
-    """``stored`` without the decoder layers past the last one of ``specs``: a config may ask for fewer layers."""
+    """``stored`` without the decoder layers past the last one of ``specs``: a config may ask for fewer layers. Those
+    that are ``ignored`` stay, and go without a word."""
     layer = re.compile(r"^(?:\w+\.)*?layers\.(\d+)\.")
     last = max((int(found[1]) for spec in specs if (found := layer.match(spec.name))), default=None)
     if last is None:
         return list(stored)
-    kept = [t for t in stored if not (found := layer.match(t.name)) or int(found[1]) <= last]
+    kept = [
+        t
+        for t in stored
+        if not (found := layer.match(t.name)) or int(found[1]) <= last or any(re.search(p, t.name) for p in ignored)
+    ]
     if len(kept) < len(stored):
         logger.warning(
             "%d tensors of %s belong to layers past %d, the last by its config: unread",

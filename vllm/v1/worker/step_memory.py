@@ -17,7 +17,6 @@ from vllm.kernels import ops
 from vllm.kernels.padding import PAD_EXPERT
 from vllm.kernels.reference_sampling import LOGPROB_ROWS
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import FusedMoE
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.sample.metadata import Penalties, SamplingMetadata
@@ -66,8 +65,8 @@ def largest_step_bytes(runner: GPUModelRunner) -> int:
         tokens, rows = min(num_tokens, _SMALL_TOKENS), min(num_tokens, _SMALL_ROWS)
         forward, head, sampler, scoring = _peaks(runner, tokens, rows, rows, rows)
     runner.step_buffers.renew()
-    layers = [layer for layer in runner.model.modules() if isinstance(layer, Attention)]
-    attention = max([x.impl.workspace_bytes(num_tokens, context, x.dtype) for x in layers], default=0)
+    layers: list[Any] = [layer for layer in runner.model.modules() if hasattr(layer, "workspace_bytes")]
+    attention = max([layer.workspace_bytes(num_tokens, context) for layer in layers], default=0)
     peak = forward * num_tokens // tokens
     peak += (head * max(num_reqs, scored) + sampler * num_reqs + scoring * min(scored, LOGPROB_ROWS)) // rows
     return peak + attention + runner.step_buffers.nbytes + runner.input_batch.nbytes + _KERNEL_SCRATCH
