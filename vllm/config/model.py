@@ -20,8 +20,8 @@ class ModelConfig:
 
     ``hf_config`` is the text model's ``PretrainedConfig`` (a multimodal checkpoint's ``text_config``);
     ``architecture`` is the registry name; ``max_model_len`` counts prompt and output tokens of one request; with
-    ``fit_max_model_len`` the engine lowers it to what the KV cache holds; ``quant_config`` reads weights that are quantised by
-    ``quantization``.
+    ``fit_max_model_len`` the engine lowers it to what the KV cache holds; ``quant_config`` reads the weights where they
+    are quantised, by ``quantization``.
     """
 
     model: str

@@ -294,7 +294,7 @@ class EngineArgs:
             dtype=hf.resolve_dtype(self.dtype, config),
             max_model_len=hf.resolve_max_model_len(self.max_model_len, config),
             fit_max_model_len=self.max_model_len == -1,
-            quantization=None if quant_config is None else quant_config.get_name(),
+            quantization=None if quant_config is None else quant_config.method,
             quant_config=quant_config,
             seed=0 if self.seed is None else self.seed,
             trust_remote_code=self.trust_remote_code,

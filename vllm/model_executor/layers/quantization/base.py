@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -32,7 +33,7 @@ class QuantizationConfig(ABC):
         ValueError: on construction, for options that are not supported.
     """
 
-    method: ClassVar[str]
+    method: str
     anchors: ClassVar[tuple[str, ...]] = ()
     parts: ClassVar[tuple[str, ...]] = ()
     form: tuple[str, int] = ("int8", 1 << 62)
@@ -40,9 +41,9 @@ class QuantizationConfig(ABC):
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = dict(config)
 
-    @classmethod
-    def get_name(cls) -> str:
-        return cls.method
+    def __repr__(self) -> str:
+        """The same on all ranks of one checkpoint, which compare it."""
+        return f"{self.method} {json.dumps(self.config, sort_keys=True, default=str)}"
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QuantizationConfig:

@@ -9,6 +9,7 @@ calibration. Inputs of FP8 weights: see ``fp8``.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -91,7 +92,11 @@ class CompressedTensorsConfig(QuantizationConfig):
                 f"compressed-tensors with inputs of {inputs.get('num_bits')} bits is not supported; 8 and unrounded are"
             )
         if not inputs.get("dynamic", False):
-            log_once(logger, "the static input scales of compressed-tensors are not read: each row has its own")
+            log_once(
+                logger,
+                logging.WARNING,
+                "the static input scales of compressed-tensors are not read: each row has its own",
+            )
         return "fp8" if inputs.get("type") == "float" else "int8"
 
     def _group(self, name: str) -> Mapping[str, Any]:

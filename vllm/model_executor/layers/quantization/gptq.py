@@ -8,6 +8,7 @@ group of each input. AWQ packs along the outputs, in an order of its own: see ``
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -101,12 +102,18 @@ class GPTQConfig(QuantizationConfig):
         N = scales.shape[1]
         if codes.shape[1] != N and codes.shape[1] * 8 == N:
             if self.method == "gptq":
-                log_once(logger, "the config says gptq, but matrices are packed as awq does: they are read so")
+                log_once(
+                    logger,
+                    logging.WARNING,
+                    "the config says gptq, but matrices are packed as awq does: they are read so",
+                )
             from vllm.model_executor.layers.quantization.awq import awq_matrix
 
             return awq_matrix(name, codes, part(found, "qzeros", name), scales)
         if self.method == "awq":
-            log_once(logger, "the config says awq, but matrices are packed as gptq does: they are read so")
+            log_once(
+                logger, logging.WARNING, "the config says awq, but matrices are packed as gptq does: they are read so"
+            )
         return self._gptq_matrix(name, found, shape)
 
     def _gptq_matrix(self, name: str, found: dict[str, StoredTensor], shape: tuple[int, ...] | None) -> StoredTensor:

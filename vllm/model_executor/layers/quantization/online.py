@@ -19,11 +19,10 @@ _KEPT = re.compile(r"(^|\.)(embed_tokens|lm_head|gate|router|shared_expert_gate|
 
 
 class OnlineConfig(QuantizationConfig):
-    method = "online"
-
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
-        self.form = (str(config["quant_method"]), 1 << 62)
+        self.method = str(config["quant_method"])
+        self.form = (self.method, 1 << 62)
 
     def matrix(self, name: str, found: dict[str, StoredTensor], shape: tuple[int, ...] | None) -> StoredTensor:
         raise NotImplementedError("nothing is stored quantised")
