@@ -40,7 +40,8 @@ def check_load_format(load_format: str) -> str:
 def get_model(vllm_config: VllmConfig) -> nn.Module:
     """The model of ``vllm_config``, in eval mode, its weights loaded and processed.
 
-    Building the module allocates no weights; they come through its ``WeightSpec``s. Names and shapes
+    Building the module allocates no weights; they come through its ``WeightSpec``s, those that are stored quantised as
+    they are. Names and shapes
     are checked against the files' headers before any data is read. Raises FileNotFoundError for a model, config or
     weights that are not there, ValueError for files that are corrupt or do not fit the model.
     """
@@ -65,8 +66,12 @@ def get_model(vllm_config: VllmConfig) -> nn.Module:
             raise ValueError(f"load_format='gguf' but model={config.model!r} is a folder; give the .gguf file's path")
         else:
             stored = read_safetensors(safetensors_files(path, getattr(config.hf_config, "transformers_weights", None)))
+    quantization = config.quant_config
     if (checkpoint_name := getattr(model, "checkpoint_name", None)) is not None:
         stored = [dataclasses.replace(tensor, name=checkpoint_name(tensor.name)) for tensor in stored]
+    if quantization is not None:
+        of_files = config.load_format != "dummy"
+        stored = (quantization.adapt if of_files else quantization.quantised_in_place)(stored, specs)
     ignored = getattr(model, "ignored_weights", ())
     stored = without_extra_layers(stored, specs, ignored, origin)
     if (stand_in := getattr(model, "stand_in", None)) is not None:
