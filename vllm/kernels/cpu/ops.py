@@ -21,6 +21,7 @@ from torch import Tensor
 
 from vllm.kernels.cpu import build
 from vllm.kernels.memory import huge_page_empty
+from vllm.kernels.quantized import QuantizedWeight
 from vllm.kernels.weights import PackedExperts, PackedWeight, rows_in_range
 from vllm.logger import init_logger
 
@@ -64,6 +65,11 @@ _FUNCTIONS = (
     "vc_reshape_and_cache",
     "vc_paged_attention",
     "vc_fused_experts",
+    "vc_quantized_panel",
+    "vc_pack_quantized",
+    "vc_quantized_linear",
+    "vc_quantized_embedding",
+    "vc_quantized_experts",
 )
 
 
@@ -74,6 +80,7 @@ def _kernels() -> Any:
     if library is not None:
         for name in _FUNCTIONS:
             getattr(library, name).argtypes = [ctypes.c_char_p]
+        library.vc_quantized_panel.restype = ctypes.c_int64
         if library.vc_matrix_unit(None) == 2:
             logger.warning("the processor's matrix unit failed its test, the vector kernels run bfloat16 instead")
     return library
@@ -161,6 +168,17 @@ def _panels(packed: PackedWeight | PackedExperts) -> None:
 
 def linear(x_TK: Tensor, packed: PackedWeight, bias_N: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     _panels(packed)
+    return run_linear(_kernels().vc_linear, x_TK, packed, packed.address, bias_N, out)
+
+
+def run_linear(
+    kernel: Any,
+    x_TK: Tensor,
+    packed: PackedWeight | QuantizedWeight,
+    address: int,
+    bias_N: Tensor | None,
+    out: Tensor | None,
+) -> Tensor:
     T, K = x_TK.shape
     x0, x1 = x_TK.stride()
     N, dtype = packed.N, packed.dtype
@@ -181,9 +199,7 @@ def linear(x_TK: Tensor, packed: PackedWeight, bias_N: Tensor | None = None, out
         )
         bias = _at(bias_N)
     if T:
-        _kernels().vc_linear(
-            _i12(code, out_code, T, N, K, _at(x_TK), x0, packed.address, bias, _at(out), out0, _threads())
-        )
+        kernel(_i12(code, out_code, T, N, K, _at(x_TK), x0, address, bias, _at(out), out0, _threads()))
     return out
 
 
@@ -435,6 +451,20 @@ def fused_experts(
     out: Tensor | None = None,
 ) -> Tensor:
     _panels(w13)
+    addresses = _at(w13.data), _at(w2.data)
+    return run_experts(_kernels().vc_fused_experts, addresses, x_TD, w13, w2, topk_ids_TS, topk_weights_TS, out)
+
+
+def run_experts(
+    kernel: Any,
+    addresses: tuple[int, int],
+    x_TD: Tensor,
+    w13: PackedExperts | QuantizedWeight,
+    w2: PackedExperts | QuantizedWeight,
+    topk_ids_TS: Tensor,
+    topk_weights_TS: Tensor,
+    out: Tensor | None,
+) -> Tensor:
     T, D = x_TD.shape
     E, I = w13.E, w2.K
     dtype = x_TD.dtype
@@ -452,10 +482,10 @@ def fused_experts(
     assert out.shape == (T, D) and out.dtype is dtype, f"out is {out.shape} {out.dtype}, needed {(T, D)} {dtype}"
     assert x_TD.stride(1) == 1 and out.stride(1) == 1, f"last strides are {x_TD.stride(1)}, {out.stride(1)}, needed 1"
     topk_ids_TS, topk_weights_TS = topk_ids_TS.contiguous(), topk_weights_TS.contiguous()
-    bad = _kernels().vc_fused_experts(
+    bad = kernel(
         _i16(
             _CODE[dtype], topk_ids_TS.dtype is torch.int64, T, S, E, I, D, _at(x_TD), x_TD.stride(0),
-            _at(w13.data), _at(w2.data), _at(topk_ids_TS), _at(topk_weights_TS),
+            *addresses, _at(topk_ids_TS), _at(topk_weights_TS),
             _at(out), out.stride(0), _threads(),
         )
     )  # fmt: skip
