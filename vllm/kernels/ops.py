@@ -239,10 +239,15 @@ def quantized_experts(
     topk_ids_TS: Tensor,
     topk_weights_TS: Tensor,
     out: Tensor | None = None,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    activation: str = "silu",
 ) -> Tensor:
     """``fused_experts`` with weights as ``pack_quantized_weight`` gives them, each product as ``quantized_linear``'s:
     where ``activations`` says so, a row of x and a row of ``silu(gate) * up`` are rounded each to a grid of its own."""
-    return _run_packed("quantized_experts", w13, x_TD, w13, w2, topk_ids_TS, topk_weights_TS, out)
+    return _run_packed(
+        "quantized_experts", w13, x_TD, w13, w2, topk_ids_TS, topk_weights_TS, out, b13, b2, activation
+    )  # fmt: skip
 
 
 def pack_linear_weight(weight_NK: Tensor, into: PackedWeight | None = None) -> PackedWeight:

@@ -29,9 +29,9 @@ logger = init_logger(__name__)
 #                       cpu    cuda          xpu
 TABLE = {
     "linear":             ("cpu", "",           ""),
-    "quantized_linear":   ("",    "",           ""),
-    "quantized_experts":  ("",    "",           ""),
-    "quantized_embedding": ("",   "",           ""),
+    "quantized_linear":   ("cpu", "",           ""),
+    "quantized_experts":  ("cpu", "",           ""),
+    "quantized_embedding": ("cpu", "",           ""),
     "embedding":          ("cpu", "triton",     "triton"),
     "rms_norm":           ("cpu", "triton",     "xpu triton"),
     "fused_add_rms_norm": ("cpu", "triton",     "xpu triton"),

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from vllm.kernels.cpu import build
 from vllm.kernels.memory import huge_page_empty
+from vllm.kernels.quantized import QuantizedWeight
 from vllm.kernels.weights import PackedExperts, PackedWeight, rows_in_range
 from vllm.logger import init_logger
 
@@ -50,7 +51,7 @@ def _at(tensor: Tensor) -> int:
 # A kernel takes one packed record of 8-byte fields, as its ``...Args`` in csrc has them: converting a dozen arguments
 # one by one would cost ctypes more than most calls compute.
 _i7, _i8, _i12 = struct.Struct("7q").pack, struct.Struct("8q").pack, struct.Struct("12q").pack
-_i16, _i21 = struct.Struct("16q").pack, struct.Struct("21q").pack
+_i16, _i19, _i21 = (struct.Struct(f"{n}q").pack for n in (16, 19, 21))
 _i15_f, _i30_f = struct.Struct("15qd").pack, struct.Struct("30qd").pack
 _FUNCTIONS = (
     "vc_panel_width",
@@ -65,6 +66,11 @@ _FUNCTIONS = (
     "vc_reshape_and_cache",
     "vc_paged_attention",
     "vc_fused_experts",
+    "vc_quantized_panel",
+    "vc_pack_quantized",
+    "vc_quantized_linear",
+    "vc_quantized_embedding",
+    "vc_quantized_experts",
 )
 
 
@@ -75,6 +81,7 @@ def _kernels() -> Any:
     if library is not None:
         for name in _FUNCTIONS:
             getattr(library, name).argtypes = [ctypes.c_char_p]
+        library.vc_quantized_panel.restype = ctypes.c_int64
         if library.vc_matrix_unit(None) == 2:
             logger.warning("the processor's matrix unit failed its test, the vector kernels run bfloat16 instead")
     return library
@@ -162,6 +169,17 @@ def _panels(packed: PackedWeight | PackedExperts) -> None:
 
 def linear(x_TK: Tensor, packed: PackedWeight, bias_N: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     _panels(packed)
+    return run_linear(_kernels().vc_linear, x_TK, packed, packed.address, bias_N, out)
+
+
+def run_linear(
+    kernel: Any,
+    x_TK: Tensor,
+    packed: PackedWeight | QuantizedWeight,
+    address: int,
+    bias_N: Tensor | None,
+    out: Tensor | None,
+) -> Tensor:
     T, K = x_TK.shape
     x0, x1 = x_TK.stride()
     N, dtype = packed.N, packed.dtype
@@ -182,9 +200,7 @@ def linear(x_TK: Tensor, packed: PackedWeight, bias_N: Tensor | None = None, out
         )
         bias = _at(bias_N)
     if T:
-        _kernels().vc_linear(
-            _i12(code, out_code, T, N, K, _at(x_TK), x0, packed.address, bias, _at(out), out0, _threads())
-        )
+        kernel(_i12(code, out_code, T, N, K, _at(x_TK), x0, address, bias, _at(out), out0, _threads()))
     return out
 
 
@@ -454,6 +470,24 @@ def fused_experts(
     activation: str = "silu",
 ) -> Tensor:
     _panels(w13)
+    addresses = _at(w13.data), _at(w2.data)
+    rows = x_TD, topk_ids_TS, topk_weights_TS, out
+    return run_experts(_kernels().vc_fused_experts, addresses, w13, w2, *rows, b13, b2, activation)
+
+
+def run_experts(
+    kernel: Any,
+    addresses: tuple[int, int],
+    w13: PackedExperts | QuantizedWeight,
+    w2: PackedExperts | QuantizedWeight,
+    x_TD: Tensor,
+    topk_ids_TS: Tensor,
+    topk_weights_TS: Tensor,
+    out: Tensor | None,
+    b13: Tensor | None,
+    b2: Tensor | None,
+    activation: str,
+) -> Tensor:
     T, D = x_TD.shape
     E, I = w13.E, w2.K
     dtype = x_TD.dtype
@@ -471,10 +505,10 @@ def fused_experts(
     assert out.shape == (T, D) and out.dtype is dtype, f"out is {out.shape} {out.dtype}, needed {(T, D)} {dtype}"
     assert x_TD.stride(1) == 1 and out.stride(1) == 1, f"last strides are {x_TD.stride(1)}, {out.stride(1)}, needed 1"
     topk_ids_TS, topk_weights_TS = topk_ids_TS.contiguous(), topk_weights_TS.contiguous()
-    bad = _kernels().vc_fused_experts(
+    bad = kernel(
         _i19(
             _CODE[dtype], topk_ids_TS.dtype is torch.int64, T, S, E, I, D, _at(x_TD), x_TD.stride(0),
-            _at(w13.data), _at(w2.data), _at(topk_ids_TS), _at(topk_weights_TS),
+            *addresses, _at(topk_ids_TS), _at(topk_weights_TS),
             _at(out), out.stride(0), _threads(), _bias(b13, (E, 2 * I)), _bias(b2, (E, D)),
             ("silu", "swigluoai").index(activation),
         )
