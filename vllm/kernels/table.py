@@ -29,9 +29,9 @@ logger = init_logger(__name__)
 #                       cpu    cuda          xpu
 TABLE = {
     "linear":             ("cpu", "",           ""),
-    "quantized_linear":   ("",    "",           ""),
-    "quantized_experts":  ("",    "",           ""),
-    "quantized_embedding": ("",   "",           ""),
+    "quantized_linear":   ("",    "triton",     "triton"),
+    "quantized_experts":  ("",    "triton",     "triton"),
+    "quantized_embedding": ("",   "triton",     "triton"),
     "embedding":          ("cpu", "triton",     "triton"),
     "rms_norm":           ("cpu", "triton",     "xpu triton"),
     "fused_add_rms_norm": ("cpu", "triton",     "xpu triton"),
