@@ -29,9 +29,9 @@ logger = init_logger(__name__)
 #                       cpu    cuda          xpu
 TABLE = {
     "linear":             ("cpu", "",           ""),
-    "quantized_linear":   ("cpu", "",           ""),
-    "quantized_experts":  ("cpu", "",           ""),
-    "quantized_embedding": ("cpu", "",           ""),
+    "quantized_linear":   ("cpu", "triton",     "triton"),
+    "quantized_experts":  ("cpu", "triton",     "triton"),
+    "quantized_embedding": ("cpu", "triton",    "triton"),
     "embedding":          ("cpu", "triton",     "triton"),
     "rms_norm":           ("cpu", "triton",     "xpu triton"),
     "fused_add_rms_norm": ("cpu", "triton",     "xpu triton"),

@@ -68,7 +68,7 @@ def compile_launch(launch: Launch, capability: int) -> Any:
         if isinstance(value, torch.Tensor):
             signature[param.name] = TYPES[value.dtype]
             attributes[(i,)] = [["tt.divisibility", 16]]
-        elif param.is_constexpr or (value == 1 and not param.do_not_specialize):
+        elif param.is_constexpr or value is None or (value == 1 and not param.do_not_specialize):
             signature[param.name] = "constexpr"
             constants[(i,)] = value
         elif isinstance(value, float):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: PT018
-"""Products with weights that stay quantised, by the C++ kernels; contracts are those of ``kernels.ops``, and what is said
-of rows in ``kernels.cpu.ops`` holds.
+"""Products with weights that stay quantised, by the C++ kernels; contracts are those of ``kernels.ops``, and what is
+said of rows in ``kernels.cpu.ops`` holds.
 
 Where inputs have 16 bits, or the weight rounds them to int8, codes of 4 and 8 bits meet inputs rounded to int8 in
 blocks of 16 to 64 columns (``csrc/quantized.h``). All else is decoded in the cache and multiplied in float32.
