@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,7 +91,7 @@ def pack_quantized_weight(weight: QuantizedWeight) -> QuantizedWeight:
     size = kernels.vc_quantized_panel(record(rows, 0)) * -(-rows // width)
     out = ops._arena.take(size * matrices, torch.uint8)
     for i in range(matrices):
-        of = (slice(i % parts * rows, (i % parts + 1) * rows),)
+        of: tuple[Any, ...] = (slice(i % parts * rows, (i % parts + 1) * rows),)
         of = of if codes.dim() == 2 else (i // parts, *of)
         its_codes, its_scales = codes[of], scales[of]
         its_zeros = 0 if zeros is None else _at(zeros[of])

@@ -124,7 +124,7 @@ def _run_experts(runner: GPUModelRunner, num_tokens: int) -> None:
     """Each form of the experts' kernels, on rows that choose none: what a rank receives in a step may be the rows of
     one token, or of all ranks' largest steps, which no step here is."""
     layers = {
-        (layer.local_num_experts, layer.top_k, layer.hidden_size, layer.local_intermediate): layer
+        (layer.local_num_experts, layer.router.top_k, layer.hidden_size, layer.local_intermediate): layer
         for layer in runner.model.modules()
         if isinstance(layer, FusedMoE)
     }
