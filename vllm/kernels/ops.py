@@ -10,6 +10,7 @@ A new operator is its contract here, its twin in ``reference``, its row in ``tab
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -343,6 +344,33 @@ def paged_attention_workspace(
     module = choose(device.type)["paged_attention"].module
     of = getattr(module, "paged_attention_workspace", None)
     return 0 if of is None else of(num_tokens, max_model_len, num_heads, num_kv_heads, head_size, dtype)
+
+
+def _forms(operator: str, device: torch.device, *args: Any) -> list[Any]:
+    """Of the implementation that was chosen, and of those that may run in its place."""
+    choice = choose(device.type)[operator]
+    of = [getattr(module, f"{operator}_forms", None) for module in (choice.module, *(m for _, m in choice.followers))]
+    return sorted({form for each in of if each is not None for form in each(*args)})
+
+
+def paged_attention_forms(
+    device: torch.device, num_tokens: int, num_reqs: int, max_model_len: int
+) -> list[tuple[int, int, int]]:
+    """(token rows, requests, tokens of the longest context) of the steps in which each form of ``paged_attention`` runs
+    that a step up to the given sizes can take, and that is compiled when it first runs; whatever the heads are."""
+    return _forms("paged_attention", device, num_tokens, num_reqs, max_model_len)
+
+
+def fused_experts_forms(device: torch.device, num_tokens: int, S: int, E: int, dtype: torch.dtype) -> list[int]:
+    """Numbers of rows, up to ``num_tokens``, in which each form of ``fused_experts`` that is compiled when it first
+    runs is taken."""
+    return _forms("fused_experts", device, num_tokens, S, E, dtype)
+
+
+def num_compiled() -> int:
+    """Kernels that Triton has compiled for this process, for each form and each kind of arguments."""
+    of = sys.modules.get("vllm.kernels.triton")
+    return 0 if of is None else of.num_compiled()
 
 
 def preferred_block_size(device_type: str, head_size: int, default: int) -> int:

@@ -65,10 +65,11 @@ class Choice:
     others: tuple[str, ...]
 
     @functools.cached_property
-    def followers(self) -> list[tuple[str, Callable[..., Any]]]:
-        """What may run where the chosen one refuses its arguments, in order: the rest of the row, plain torch."""
+    def followers(self) -> list[tuple[str, Any]]:
+        """What may run where the chosen one refuses its arguments, in order, with their modules: the rest of the row,
+        plain torch."""
         usable = [name for name in self.others if _obstacle(name, self.operator, self.device_type) is None]
-        return [(name, getattr(_module(name), self.operator)) for name in (*usable, "reference")]
+        return [(name, _module(name)) for name in (*usable, "reference")]
 
 
 def why_not(implementation: str, device_type: str) -> str | None:
@@ -213,13 +214,13 @@ def run_another(choice: Choice, refusal: NotImplementedError, *args: Any) -> Any
     """The operator by the first implementation after ``choice``'s that does not refuse ``args`` as that one did; each
     refusal is said once."""
     used = choice.implementation
-    for name, function in choice.followers:
+    for name, module in choice.followers:
         if f"{used} {refusal}" not in _refused:
             _refused.add(f"{used} {refusal}")
             slower = ", plain torch, far slower" if name == "reference" else ""
             logger.warning("%s by %s: %s; %s runs in its place%s", choice.operator, used, refusal, name, slower)
         try:
-            return function(*args)
+            return getattr(module, choice.operator)(*args)
         except NotImplementedError as error:
             used, refusal = name, error
     raise refusal

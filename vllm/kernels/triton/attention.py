@@ -457,6 +457,14 @@ def paged_attention(
             )  # fmt: skip
 
 
+def paged_attention_forms(num_tokens: int, num_reqs: int, max_model_len: int) -> list[tuple[int, int, int]]:
+    """Splits double with the context up to their limit, which is highest for the fewest requests; 33 rows of two
+    requests are more than a tile for few queries takes of each, whatever the heads."""
+    contexts = sorted({min(256 << i, max_model_len) for i in range(MAX_SPLITS.bit_length())})
+    rows = [(1, 1)] + [(min(num_tokens, 33), 2)] * (num_reqs > 1 and num_tokens > 1)
+    return [(T, R, context) for T, R in rows for context in contexts]
+
+
 def paged_attention_workspace(
     num_tokens: int, max_model_len: int, num_heads: int, num_kv_heads: int, head_size: int, dtype: torch.dtype
 ) -> int:

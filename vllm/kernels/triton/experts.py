@@ -199,6 +199,18 @@ def _tiles(T: int, S: int, E: int, dtype: torch.dtype, interpreted: bool) -> Til
     return Tiles(128, 256, 64, 8, 4)
 
 
+def _order_block(T: int, S: int) -> int:
+    """Pairs that are ordered at a time."""
+    return 512 if T * S <= 4096 else 4096
+
+
+def fused_experts_forms(num_tokens: int, S: int, E: int, dtype: torch.dtype) -> list[int]:
+    firsts: dict[tuple[Tiles, int], int] = {}
+    for T in range(1, num_tokens + 1):
+        firsts.setdefault((_tiles(T, S, E, dtype, triton.knobs.runtime.interpret), _order_block(T, S)), T)
+    return list(firsts.values())
+
+
 def fused_experts(
     x_TD: Tensor,
     w13: PackedExperts,
@@ -250,9 +262,7 @@ def fused_experts(
     num_tiles = min(P, E) + (P - min(P, E)) // tiles.rows
     order, starts, cut = (ids.new_empty(n, dtype=torch.int32) for n in (P, E + 1, 3 * num_tiles))
     together = triton.next_power_of_2(E + 1) if interpreted else 1
-    _order[(triton.cdiv(E + 1, together),)](
-        ids, order, starts, P, E, BLOCK=512 if P <= 4096 else 4096, EXPERTS=together
-    )
+    _order[(triton.cdiv(E + 1, together),)](ids, order, starts, P, E, BLOCK=_order_block(T, S), EXPERTS=together)
     _cut[(triton.cdiv(num_tiles, 16),)](
         starts, cut, num_tiles, E, ROWS=tiles.rows, EXPERTS=triton.next_power_of_2(E), TILES=16
     )
