@@ -79,7 +79,7 @@ def why_not(implementation: str, device_type: str) -> str | None:
             return f"the C++ kernels run on the CPU, not on {device_type}"
         from vllm.kernels.cpu import ops
 
-        return None if ops.kernels_available() else "the C++ kernels are switched off or could not be built"
+        return None if ops.kernels_available() else "the C++ kernels could not be built"
     if implementation == "triton":
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed"
@@ -157,8 +157,13 @@ def choose_anew(device_type: str) -> dict[str, Choice]:
 
 def first_installed(operator: str, device_type: str) -> Any:
     """The module that ``choose`` takes if it passes its check; touches no device."""
-    row = TABLE[operator][DEVICES.index(device_type)] if device_type in DEVICES else ""
-    return _module(next((name for name in row.split() if why_not(name, device_type) is None), "reference"))
+    wanted = wishes()
+    wish = wanted.single.get(operator) or wanted.for_all
+    row = TABLE[operator][DEVICES.index(device_type)].split() if device_type in DEVICES else []
+    for name in [wish, *row] if wish else row:
+        if why_not(name, device_type) is None and hasattr(_module(name), operator):
+            return _module(name)
+    return _module("reference")
 
 
 def _choice(operator: str, device_type: str, wanted: Wishes) -> Choice:

@@ -10,7 +10,7 @@ time, cut at absolute positions (online softmax: Milakov and Gimelshein 2018; ti
 queries may split their keys over programs, whose sums ``_merge`` adds in rising order. How often they may is fixed by
 shapes alone; how many of these programs have work, by the request's own length.
 
-The kernels have been proven in Triton's interpreter and compiled for CUDA; no hardware has run them yet.
+The kernels have been proven in Triton's interpreter and compiled for CUDA and XPU; no hardware has run them yet.
 """
 
 from __future__ import annotations

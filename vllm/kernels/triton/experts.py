@@ -11,7 +11,7 @@ expert's intermediate size, N output and K input features of one product.
 4. ``_product``: y = w2 h of every pair, back at the pair's own place.
 5. ``_combine``: the weighted sum of a row's slots, in their order.
 
-The kernels have been proven in Triton's interpreter and compiled for CUDA; no hardware has run them yet.
+The kernels have been proven in Triton's interpreter and compiled for CUDA and XPU; no hardware has run them yet.
 """
 
 from __future__ import annotations
