@@ -16,7 +16,7 @@ from vllm.kernels import checks, cpu, ops, packages, reference, table, triton
 
 QUANTIZED = ("quantized_linear", "quantized_experts", "quantized_embedding")
 SAMPLING = ("row_max", "apply_penalties", "sample", "log_probabilities")
-ONLY_TORCH = ("topk_softmax", "topk_sigmoid", "grouped_topk", *SAMPLING, *QUANTIZED)  # on the CPU
+ONLY_TORCH = ("topk_softmax", "topk_sigmoid", "grouped_topk", *SAMPLING)  # on the CPU
 
 
 @pytest.fixture
