@@ -352,9 +352,6 @@ class StandInPlatform(XpuPlatform):
     def memory_info(self, device: torch.device) -> tuple[int, int]:
         return 1 << 33, 1 << 33
 
-    def has_fp64(self, device: torch.device) -> bool:
-        return False
-
     def synchronize(self) -> None:
         torch.xpu.synchronize()
 

@@ -15,7 +15,8 @@ from vllm.entrypoints.cli import collect_env
 from vllm.kernels import checks, cpu, ops, packages, reference, table, triton
 
 QUANTIZED = ("quantized_linear", "quantized_experts", "quantized_embedding")
-ONLY_TORCH = ("topk_softmax", "topk_sigmoid", "grouped_topk", *QUANTIZED)  # on the CPU
+SAMPLING = ("row_max", "apply_penalties", "sample", "log_probabilities")
+ONLY_TORCH = ("topk_softmax", "topk_sigmoid", "grouped_topk", *QUANTIZED, *SAMPLING)  # on the CPU
 
 
 @pytest.fixture

@@ -167,6 +167,27 @@ def _quantized_experts(device: str) -> tuple[Any, ...]:
     return _chosen(device, w13, _int4(device, E, D, inner, group_size=128, zeros=False), D)
 
 
+def _logits(device: str) -> Tensor:
+    return _randn(device, ROWS, 300, dtype=torch.float32) * 2
+
+
+def _penalised(device: str) -> tuple[Any, ...]:
+    """The first and the third row have seen tokens."""
+    starts, tokens = [0, 3, 3] + [8] * (ROWS - 2), [299, 0, 7, 1, 2, 3, 4, 298]
+    counts, rates = _ints(device, [0, 1, 2, 3, 0, 1, 0, 1], torch.float32), torch.linspace(0.5, 2, ROWS, device=device)
+    return _logits(device), _ints(device, starts), _ints(device, tokens, torch.int64), counts, rates, rates - 1, rates
+
+
+def _sampled(device: str) -> tuple[Any, ...]:
+    """Greedy rows, rows of all limits and of none, a NaN row."""
+    logits = _logits(device)
+    logits[-1] = NAN
+    rows = _ints(device, range(ROWS), torch.int64)
+    top_k, by_row = torch.where(rows % 3 == 0, 300, 40 + rows), rows.float()
+    limits = top_k, torch.where(rows % 4 == 0, 1.0, 0.8), torch.where(rows % 2 == 0, -torch.inf, -3.0)
+    return logits, *reference.row_max(logits), (by_row / 3).floor() / 2, 7 * rows - 9, rows + 3, *limits
+
+
 _CASES: dict[str, Callable[[str], tuple[Any, ...]]] = {
     "linear": _linear,
     "embedding": lambda d: (_ints(d, [8, 5, 36, 4, 37], torch.int64), _linear(d)[1], (5, 37)),
@@ -184,4 +205,8 @@ _CASES: dict[str, Callable[[str], tuple[Any, ...]]] = {
     "grouped_topk": lambda d: (*_routed(d), 4, 2, 2, True, _randn(d, 16, dtype=torch.float32) / 4),
     "fused_experts": _experts,
     "gated_delta_net": _delta_net,
+    "row_max": lambda d: (_logits(d),),
+    "apply_penalties": _penalised,
+    "sample": _sampled,
+    "log_probabilities": lambda d: (_logits(d), 4, _ints(d, range(ROWS), torch.int64)),
 }

@@ -2,7 +2,7 @@
 """The operators: what each promises, whatever implementation ``table`` has chosen for the device of its first tensor.
 
 Shape letters: T tokens (rows), N output features, K input features, H query heads, J key/value heads, D head size or
-model width, R requests, E experts, S experts of a token, I intermediate size of an expert.
+model width, R requests, E experts, S experts of a token, I intermediate size of an expert, V tokens of the vocabulary.
 
 A new operator is its contract here, its twin in ``reference``, its row in ``table``, and what runs it faster.
 """
@@ -379,3 +379,77 @@ def gated_delta_net(
         "gated_delta_net", x_TN, weights, conv_state, recurrent_state, query_start_loc, state_indices,
         query_start_loc_cpu,
     )  # fmt: skip
+
+
+def row_max(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest logit of each row, float32 [R], and its token id, int64 [R], the lowest among equals.
+
+    A row that holds a NaN has the value NaN, and the id of some token. ``logits``: any float dtype, rows contiguous.
+    """
+    return _run("row_max", logits_RV)
+
+
+def apply_penalties(
+    logits_RV: Tensor,
+    starts: Tensor,
+    tokens_P: Tensor,
+    counts_P: Tensor,
+    repetition_R: Tensor,
+    frequency_R: Tensor,
+    presence_R: Tensor,
+) -> None:
+    """Changes ``logits`` [R, V] float32 in place at the tokens that each row has seen.
+
+    Repetition (arXiv:1909.05858): a positive logit is divided, a negative one multiplied. Then the presence penalty is
+    subtracted once, and the frequency penalty once per occurrence, where the token is in the output.
+
+    Args:
+        starts: int32 [R + 1], rising from 0 to P: row r has seen ``tokens[starts[r] : starts[r + 1]]``.
+        tokens_P, counts_P: int64 and float32, a row's tokens, each once, and how often each is in its output.
+        repetition_R, frequency_R, presence_R: float32.
+    """
+    _run("apply_penalties", logits_RV, starts, tokens_P, counts_P, repetition_R, frequency_R, presence_R)
+
+
+def sample(
+    logits_RV: Tensor,
+    largest_R: Tensor,
+    likeliest_R: Tensor,
+    temperature_R: Tensor,
+    seeds_R: Tensor,
+    positions_R: Tensor,
+    top_k_R: Tensor | None = None,
+    top_p_R: Tensor | None = None,
+    log_min_p_R: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A token for each row, int64 [R], and the least ``logit / temperature`` that it could have had, float32 [R].
+
+    The least is -inf without limits. Of the tokens whose probability is at least min_p times the likeliest's the top_k
+    largest may be taken, and of those the fewest likeliest whose share is at least top_p, never none. A limit is a
+    value of ``logit / temperature``: tokens that equal the last one that is in are in, -0 and 0 are equal. One number
+    from ``reference_sampling.random_bits`` decides a row, by the inverse of the cumulative distribution in the order
+    of the ids; the rows around it do not.
+
+    Args:
+        logits_RV: any float dtype, rows contiguous.
+        largest_R, likeliest_R: their ``row_max``. Where the largest is not finite the token is the likeliest, and the
+            least means nothing.
+        temperature_R: float32; 0 takes the likeliest, whatever the limits, and the least is -inf.
+        seeds_R, positions_R: int64; a seed's 64 bits and the output position.
+        top_k_R: int64, V where off; top_p_R: float32, 1 where off; log_min_p_R: float32, -inf where off.
+    """
+    return _run(
+        "sample", logits_RV, largest_R, likeliest_R, temperature_R, seeds_R, positions_R, top_k_R, top_p_R, log_min_p_R
+    )
+
+
+def log_probabilities(
+    logits_RV: Tensor, num_logprobs: int, token_ids_R: Tensor, normalise: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of ``token_ids`` (int64 [R]) and of the ``num_logprobs`` <= V likeliest tokens of each row.
+
+    Returns token ids int32 and log-probabilities float32 [R, 1 + num_logprobs], likeliest last but the first column,
+    which is the given token; and its rank int32 [R], 1 + the number of strictly likelier ones. Without ``normalise``
+    the logits themselves are given. Which of equal tokens is among the likeliest is the implementation's.
+    """
+    return _run("log_probabilities", logits_RV, num_logprobs, token_ids_R, normalise)

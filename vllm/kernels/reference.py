@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vllm.kernels.quantized import QuantizedWeight, dequantize, round_activations
 from vllm.kernels.reference_gdn import GDNWeights, delta_rule_chunked, gated_delta_net_ref
+from vllm.kernels.reference_sampling import apply_penalties, log_probabilities, row_max, sample  # noqa: F401
 from vllm.kernels.weights import PackedExperts, PackedWeight, rows_in_range
 
 _MOST_SCORES = 1 << 24

@@ -44,6 +44,10 @@ TABLE = {
     "grouped_topk":       ("",    "triton",     "xpu triton"),
     "fused_experts":      ("cpu", "triton",     "xpu triton"),
     "gated_delta_net":    ("cpu", "fla triton", "xpu fla triton"),
+    "row_max":            ("",    "triton",     "triton"),
+    "apply_penalties":    ("",    "triton",     "triton"),
+    "sample":             ("",    "triton",     "triton"),
+    "log_probabilities":  ("",    "triton",     "triton"),
 }  # fmt: skip
 DEVICES = ("cpu", "cuda", "xpu")
 IMPLEMENTATIONS = ("cpu", "triton", "fla", "xpu", "reference")

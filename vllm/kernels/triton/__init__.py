@@ -14,19 +14,24 @@ from vllm.kernels.triton.gdn import gated_delta_net
 from vllm.kernels.triton.norms import fused_add_rms_norm, rms_norm, rms_norm_gated
 from vllm.kernels.triton.rotary import rotary_embedding
 from vllm.kernels.triton.routing import grouped_topk, topk_sigmoid, topk_softmax
+from vllm.kernels.triton.sampling import apply_penalties, log_probabilities, row_max, sample
 
 __all__ = [
+    "apply_penalties",
     "embedding",
     "fused_add_rms_norm",
     "fused_experts",
     "gated_delta_net",
     "grouped_topk",
+    "log_probabilities",
     "paged_attention",
     "paged_attention_workspace",
     "reshape_and_cache",
     "rms_norm",
     "rms_norm_gated",
     "rotary_embedding",
+    "row_max",
+    "sample",
     "silu_and_mul",
     "topk_sigmoid",
     "topk_softmax",

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from vllm.kernels.reference_sampling import LOGPROB_ROWS
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
-from vllm.v1.sample.metadata import Penalties, SamplingMetadata, TokenEntries
-from vllm.v1.sample.sampler import LOGPROB_ROWS
+from vllm.v1.sample.metadata import Penalties, SamplingMetadata
 from vllm.v1.transfers import is_host
 from vllm.v1.worker.batch_plan import BatchPlan
 from vllm.v1.worker.dp_utils import coordinate_batch_across_dp
@@ -117,28 +118,31 @@ def _peaks(
         with measure(device) as head:
             logits = runner.model.compute_logits(hidden_states[rows])
         with measure(device) as sampler:
-            runner.sampler(logits[:num_reqs], _all_options(runner, num_reqs))
+            # With penalties and without: the logits are of other types.
+            for options in _all_options(runner, num_reqs):
+                runner.sampler(logits[:num_reqs], options)
         with measure(device) as scoring:
             runner.sampler.gather_logprobs(logits[:num_scored], config.model_config.max_logprobs, rows)
     return [each.bytes for each in (forward, head, sampler, scoring)]
 
 
-def _all_options(runner: GPUModelRunner, num_reqs: int) -> SamplingMetadata:
-    """Every row sampled under every limit, and penalised for as many tokens as a request can have seen."""
+def _all_options(runner: GPUModelRunner, num_reqs: int) -> Iterator[SamplingMetadata]:
+    """Every row sampled under every limit, and then also penalised for as many tokens as a request can have seen."""
     model, device = runner.vllm_config.model_config, runner.device
-    vocab_size, real = model.vocab_size, runner.input_batch.sampling.real
+    vocab_size = model.vocab_size
     seen = min(model.max_model_len, vocab_size)
     each = torch.ones(num_reqs, device=device)
-    entry = torch.ones(num_reqs * seen, device=device)
-    at = torch.arange(num_reqs * seen, device=device)
-    return SamplingMetadata(
-        noise=each.to(real) / 2,
+    starts, tokens = (torch.arange(n, device=device) for n in (num_reqs + 1, num_reqs * seen))
+    limited = SamplingMetadata(
         temperature=each,
-        greedy=each == 0,
+        seeds=torch.zeros_like(each, dtype=torch.int64),
+        positions=torch.zeros_like(each, dtype=torch.int64),
         top_k=torch.full_like(each, max(vocab_size - 1, 1), dtype=torch.int64),
-        max_top_k=max(vocab_size - 1, 1),
-        top_p=each.to(real) / 2,
-        top_p_alone=True,
-        min_p=each / vocab_size,
-        penalties=Penalties(TokenEntries(at // seen, at % seen), entry, entry.clone(), entry.clone(), entry.clone()),
+        top_p=each / 2,
+        log_min_p=-20 * each,
     )
+    yield limited
+    penalties = Penalties(
+        (starts * seen).int(), tokens % seen, torch.ones_like(tokens, dtype=each.dtype), each, each, each
+    )
+    yield replace(limited, penalties=penalties)
