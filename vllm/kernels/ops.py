@@ -433,7 +433,7 @@ def sample(
     Args:
         logits_RV: any float dtype, rows contiguous.
         largest_R, likeliest_R: their ``row_max``. Where the largest is not finite the token is the likeliest, and the
-            least means nothing.
+            least is -inf.
         temperature_R: float32; 0 takes the likeliest, whatever the limits, and the least is -inf.
         seeds_R, positions_R: int64; a seed's 64 bits and the output position.
         top_k_R: int64, V where off; top_p_R: float32, 1 where off; log_min_p_R: float32, -inf where off.

@@ -196,7 +196,8 @@ def sample(
         _keep_from(threshold, scaled, weights)
         lowest = torch.maximum(lowest, threshold)
     token_ids, found = random_choice(weights, noise)
-    return torch.where(found & ~greedy, token_ids, likeliest_R), lowest[:, 0].masked_fill(greedy, -torch.inf)
+    undrawn = greedy | ~found
+    return torch.where(undrawn, likeliest_R, token_ids), lowest[:, 0].masked_fill(undrawn, -torch.inf)
 
 
 # --- penalties and log-probabilities ----------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import torch
 from vllm import SamplingParams
 from vllm.kernels import reference
 from vllm.v1 import transfers
+from vllm.v1.sample import state
 from vllm.v1.sample.sampler import Sampler
 
 ENDS_A_STEP = "event in v1/transfers.py:wait"
@@ -123,6 +124,36 @@ def test_one_wait_a_step_whatever_is_sampled(monkeypatch: pytest.MonkeyPatch) ->
     for kind, (tokens, logprobs) in expected.items():
         assert found[kind] == (tokens, pytest.approx(logprobs, abs=1e-4)), kind
     assert waits == [{ENDS_A_STEP: 1}] * (NUM_TOKENS * len(KINDS))
+
+
+@pytest.mark.parametrize(("kwargs", "given"), [(KINDS["greedy"], []), (KINDS["random"], [torch.int64] * 4)])
+def test_a_decode_step_copies_what_it_drew_and_no_parameters(
+    kwargs: dict[str, Any], given: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the host a token id a request, and whether it means something; to the device, of random rows, positions."""
+    there: list[torch.dtype] = []
+    back: list[torch.dtype] = []
+    move, add = state.to_device, transfers.HostCopies.add
+    monkeypatch.setattr(state, "to_device", lambda x, device: there.append(x.dtype) or move(x, device))
+
+    def added(self: Any, x: torch.Tensor | None) -> torch.Tensor | None:
+        back.extend([] if x is None else [x.dtype])
+        assert x is None or x.shape == (2,)
+        return add(self, x)
+
+    monkeypatch.setattr(transfers.HostCopies, "add", added)
+    llm = tiny.make_llm("qwen3")
+    params = SamplingParams(max_tokens=5, ignore_eos=True, detokenize=False, **kwargs)
+    for i in range(2):
+        llm.llm_engine.add_request(str(i), {"prompt_token_ids": list(tiny.prompt(9))}, params)
+    llm.llm_engine.step()
+    there.clear()
+    back.clear()
+    for _ in range(4):
+        llm.llm_engine.step()
+    llm.shutdown()
+    assert there == given
+    assert back == [torch.int64, torch.bool] * 4
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3.5-moe"])
