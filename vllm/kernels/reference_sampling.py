@@ -8,6 +8,7 @@ argmax or cumulative sum over all of it costs several times as much on a CPU.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -27,23 +28,24 @@ def _real(x: Tensor) -> torch.dtype:
 
 # --- random numbers ---------------------------------------------------------------------------------------------------
 
+_Ints = TypeVar("_Ints", Tensor, np.ndarray)  # int64: holds 64 bits, and wraps
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 
 
-def _shifted(z: Tensor, by: int) -> Tensor:
+def _shifted(z: _Ints, by: int) -> _Ints:
     """To the right, as if without a sign."""
     return (z >> by) & (2 ** (64 - by) - 1)
 
 
-def _mix(z: Tensor) -> Tensor:
-    """The output function of SplitMix64 (Steele, Lea, Flood 2014); int64 holds its 64 bits, and wraps."""
+def _mix(z: _Ints) -> _Ints:
+    """The output function of SplitMix64 (Steele, Lea, Flood 2014)."""
     z = (z ^ _shifted(z, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
     z = (z ^ _shifted(z, 27)) * (0x94D049BB133111EB - 2**64)
     return z ^ _shifted(z, 31)
 
 
-def random_bits(seeds: Tensor, positions: Tensor) -> Tensor:
-    """64 random bits for each seed and position, all int64 and of one shape.
+def random_bits(seeds: _Ints, positions: _Ints) -> _Ints:
+    """64 random bits for each seed and position, all int64 and of one shape [R].
 
     The SplitMix64 stream of the mixed seed, read at ``position``: with no state to carry, a request gets the same
     numbers in any batch, after any preemption, on every rank and every device.
@@ -54,7 +56,11 @@ def random_bits(seeds: Tensor, positions: Tensor) -> Tensor:
 def uniform_noise(seeds: Tensor, positions: Tensor, real: torch.dtype = torch.float64) -> Tensor:
     """The first bits of ``random_bits``, as many as ``real`` holds, as numbers in [0, 1)."""
     bits = 53 if real == torch.float64 else 24
-    return _shifted(random_bits(seeds, positions), 64 - bits).to(real) * 2.0**-bits
+    if seeds.is_cpu:  # numpy takes far less time than torch for few numbers
+        first = torch.from_numpy(_shifted(random_bits(seeds.numpy(), positions.numpy()), 64 - bits))
+    else:
+        first = _shifted(random_bits(seeds, positions), 64 - bits)
+    return first.to(real) * 2.0**-bits
 
 
 # --- maximum, limits and random choice over the vocabulary ------------------------------------------------------------

@@ -138,8 +138,8 @@ class SamplingState:
         seed = request.sampling_params.seed
         if seed is None:
             if request.drawn_seed is None:
-                place = (_signed(x) for x in (self._engine_seed, self._num_unseeded))
-                request.drawn_seed = int(random_bits(*(torch.tensor(x, device="cpu") for x in place)))
+                place = np.array([[_signed(self._engine_seed)], [self._num_unseeded]])
+                request.drawn_seed = int(random_bits(*place)[0])
                 self._num_unseeded += 1
             seed = request.drawn_seed
         self._rows[row] = _Row(request, _signed(seed))
