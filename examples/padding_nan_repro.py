@@ -23,9 +23,11 @@ from torch import Tensor
 
 from vllm.forward_context import set_forward_context
 from vllm.kernels import ops, reference, reference_gdn, xpu
+from vllm.kernels.activation_scales import activation_scale, amax_of_real_rows
 from vllm.kernels.weights import GDNWeights
-from vllm.model_executor.layers.attention import Attention, attention
+from vllm.model_executor.layers.attention import Attention, LatentAttention, attention, mla
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.mla import MLAMetadata
 
 NAN = float("nan")
 LENGTHS, ROWS = (5, 5, 8, 8), 30
@@ -303,8 +305,8 @@ def route(count: int) -> Result:
 
 def fp8_round_trip(x: Tensor, num_real: int) -> tuple[float, Tensor]:
     """Per-tensor E4M3 quantisation with the amax of the first ``num_real`` rows: (amax, what comes back)."""
-    amax = float(x[:num_real].abs().max())
-    scale = amax / torch.finfo(torch.float8_e4m3fn).max
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    amax, scale = float(amax_of_real_rows(x, num_real)), activation_scale(x, largest, num_real, per_token=False)
     return amax, (x / scale).to(torch.float8_e4m3fn).float() * scale
 
 
@@ -326,6 +328,84 @@ def amax_shipped() -> Result:
     return over_all == over_real and over_all[0], over_real[1]
 
 
+# --- latent attention (MLA) ------------------------------------------------------------------------------------------
+
+LATENT, ROTATED, HEADS, SIZE = 32, 8, 4, 16
+UP = random(HEADS, 2 * SIZE, LATENT, seed=9) / LATENT**0.5
+DECODES = {  # tokens of each slot of a decode graph's batch; 0: a slot of padding, which has a row and no length
+    "1 real + 127 pad rows": (13, *[0] * 127),
+    "3 real + 1 pad row": (13, 5, 0, 9),
+    "all idle": (0,) * 128,
+}
+
+
+def decode_latents(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """A decode step over latents: (output [rows, 64], exact rows in fp64, 0 for padding)."""
+    rows, real = len(lengths), torch.tensor(lengths) > 0
+    starts, seq_lens = torch.arange(rows + 1, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
+    table = torch.where(real, 1 + torch.arange(rows), 0).to(torch.int32)[:, None]
+    slots = torch.where(real, table[:, 0].long() * BLOCK + seq_lens - 1, -1)
+    metadata = MLAMetadata(
+        starts, starts, seq_lens, seq_lens, table, slots, torch.zeros(rows, dtype=torch.int32),
+        rows, rows, rows, 1, max(lengths), block_size=BLOCK,
+    )  # fmt: skip
+    up: Any = SimpleNamespace(input_size_per_partition=LATENT, nope=SIZE, v=SIZE, split=lambda: UP.split(SIZE, dim=1))
+    layer = LatentAttention(up, HEADS, ROTATED, 0.2, torch.float32, "layers.0.attn", 2 * BLOCK, rows, BLOCK)
+    layer.bind_kv_cache(SimpleNamespace(num_blocks=1 + rows, block_size=BLOCK))  # type: ignore[arg-type]
+    assert layer.kv_cache is not None
+    cache = layer.kv_cache[0].fill_(NAN)
+    q, latents = random(rows, HEADS, SIZE + ROTATED), random(rows, LATENT + ROTATED, seed=1)
+    q[~real], latents[~real] = NAN, NAN
+    exact = torch.zeros(rows, HEADS, SIZE, dtype=torch.float64)
+    w_uk, w_uv = UP.double().split(SIZE, dim=1)
+    for row, length in enumerate(lengths):
+        if length:
+            context = torch.cat((random(length - 1, LATENT + ROTATED, seed=20 + row), latents[row : row + 1]))
+            cache[1 + row, 0, : length - 1] = context[:-1]
+            c, k_pe = context.double().split((LATENT, ROTATED), dim=1)
+            q_row = q[row].double()
+            scores = torch.einsum("hn,hnr,tr->ht", q_row[:, :SIZE], w_uk, c) + q_row[:, SIZE:] @ k_pe.T
+            exact[row] = torch.einsum("ht,tr,hvr->hv", (scores * 0.2).softmax(-1), c, w_uv)
+    with set_forward_context({layer.layer_name: metadata}):
+        return layer(q, latents), exact.flatten(1)
+
+
+def latent_case(lengths: tuple[int, ...]) -> bool:
+    """Prints the case with the fault, rows of padding that nobody writes, and as shipped; whether both are as
+    expected."""
+    with mock.patch.object(mla, "zero_padding_rows"):
+        faulty, _ = decode_latents(lengths)
+    shipped, exact = decode_latents(lengths)
+    real = exact.abs().sum(1) > 0
+    for fix, output in (("OFF", faulty), ("ON", shipped)):
+        amax, padding_nan = float(output.abs().max()), bool(output[~real].isnan().any())
+        print(f"fix {fix} amax={amax:.4f} padding_nan={padding_nan}")
+    good = same(shipped, exact) and bool((shipped[~real] == 0).all())
+    kept = fp8_round_trip(shipped, len(shipped))[1]
+    of_real = float(amax_of_real_rows(shipped[torch.argsort(~real, stable=True)], int(real.sum())))
+    good &= float(shipped.abs().max()) == of_real and not bool(kept.isnan().any())
+    return good and math.isnan(float(faulty.abs().max()))
+
+
+def tiles_of_128(zeroed_pages: bool) -> Result:
+    """Stand-in for a kernel that reads 128 tokens at a time: what lies past the one token of the context gets weight 0,
+    and 0 x NaN is NaN."""
+    page = random(128, LATENT + ROTATED, seed=3)
+    page[1:] = 0.0 if zeroed_pages else NAN
+    seen = torch.arange(128) < 1
+    weights = (page @ random(LATENT + ROTATED)).masked_fill(~seen, -math.inf).softmax(-1)
+    out = weights @ page[:, :LATENT]
+    good = same(out, page[0, :LATENT])
+    return good, f"seq_len 1, {int(out.isnan().sum())} of {LATENT} channels NaN"
+
+
+def tiles_shipped() -> Result:
+    output, exact = decode_latents((1,))
+    zeroed, _ = tiles_of_128(zeroed_pages=True)
+    good = same(output, exact) and zeroed
+    return good, "seq_len 1, slots past it NaN and never part of a sum; pages begin as 0 besides"
+
+
 # --- the table -------------------------------------------------------------------------------------------------------
 
 # part, case, fault put back, whether that is a BUG, as shipped
@@ -338,6 +418,7 @@ TABLE: list[tuple[str, str, Callable[[], Result], bool, Callable[[], Result]]] =
     ("GDN", "output zeroed, gate not (XPU stand-in)", gate_fault, True, gate_shipped),
     ("MoE routing", "pad rows routed (stand-in kernels)", lambda: route(ROWS), True, lambda: route(REAL)),
     ("FP8 amax", "1 real + 127 pad rows, amax over all", amax_fault, True, amax_shipped),
+    ("MLA", "tiles of 128 tokens over unwritten KV (stand-in)", lambda: tiles_of_128(False), True, tiles_shipped),
 ]
 
 
@@ -350,6 +431,9 @@ def main() -> int:
             print(f"{part}: {case}")
             print(f"    fault put back: {fault_text} {'OK' if fault_good else 'BUG'}")
             print(f"    as shipped:     {text} {'OK' if good else 'BUG'}", flush=True)
+        for case, lengths in DECODES.items():
+            print(f"MLA decode, seq_lens 0: {case}")
+            as_expected &= latent_case(lengths)
     print(
         "FP8: the engine has no FP8 quantisation; the row quantises its attention output in this script.\n"
         "MoE, GDN gate: the device kernels are stand-ins written after what is known of them; the rest is the engine.\n"

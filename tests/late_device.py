@@ -9,7 +9,7 @@ written before shows in the result. What makes the host wait is counted, with th
 - values that go to the host: ``item``, ``tolist``, ``cpu``, ``bool``, a copy that blocks;
 - results whose size only the device knows: ``nonzero``, ``unique``, a boolean index;
 - copies to the device from memory that is not pinned, or that block;
-- an event that is waited for and has not come.
+- an event that is waited for and has not come, and a barrier.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from poison import library
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -129,6 +130,7 @@ class Device(TorchDispatchMode):
         super().__init__()
         self.late = late
         self.waits: Counter[str] = Counter()
+        self.bytes_uploaded = 0
         self.launched = self.done = 0
         self._queue: deque[Callable[[], None]] = deque()
         self._pinned: dict[int, torch.UntypedStorage] = {}
@@ -276,6 +278,8 @@ class Device(TorchDispatchMode):
 
         def run(group: DeviceCommunicatorBase, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
             kwargs.pop("device_ids", None)
+            if collective is dist.barrier:
+                self.wait("barrier")
             then = _memory(args)
             self._launch(lambda: collective(*then, **kwargs, group=group.device_group))
             mark_queued(HERE)
@@ -300,6 +304,7 @@ class Device(TorchDispatchMode):
     def _transfer(self, to: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
         """Between the host and the device; only a copy of pinned memory goes on by itself."""
         host = source if isinstance(to, DeviceTensor) else to
+        self.bytes_uploaded += source.nbytes if host is source else 0
         target, values = _memory((to, source))
         if not self._is_pinned(host) or not non_blocking:
             self.wait("copy to the device" if host is source else "copy to the host")
@@ -351,9 +356,6 @@ class StandInPlatform(XpuPlatform):
 
     def memory_info(self, device: torch.device) -> tuple[int, int]:
         return 1 << 33, 1 << 33
-
-    def has_fp64(self, device: torch.device) -> bool:
-        return False
 
     def synchronize(self) -> None:
         torch.xpu.synchronize()

@@ -92,7 +92,7 @@ def checkpoint(name: str, seed: int = 0) -> str:
                 parameter.mul_(0.5 if "embed_tokens" in name_of else 8)
         for name_of, buffer in model.named_buffers():
             if name_of.endswith("e_score_correction_bias"):
-                buffer.normal_(std=0.3)
+                buffer.copy_(0.3 * torch.randn_like(buffer))
         if stem.startswith("Gemma"):  # whose weights of norms are what is added to 1
             model.model.norm.weight.add_(15)
             for name_of, parameter in model.named_parameters():

@@ -48,7 +48,6 @@ VARIABLES: dict[str, tuple[Callable[[], Any], str]] = {
     "VLLM_LOGGING_LEVEL": (_text("VLLM_LOGGING_LEVEL", "INFO"), "log level of the vllm loggers: a name or a number"),
     "VLLM_CONFIGURE_LOGGING": (_switch("VLLM_CONFIGURE_LOGGING", True), "0 leaves the vllm loggers to the caller"),
     "VLLM_CPU_KVCACHE_SPACE": (_number("VLLM_CPU_KVCACHE_SPACE", 0), "KV cache size on CPU in GiB; 0 = by free memory"),
-    "VLLM_CPU_KERNELS": (_switch("VLLM_CPU_KERNELS", True), "0 runs the plain torch twins of the C++ CPU kernels"),
     "VLLM_CPU_AMX": (_switch("VLLM_CPU_AMX", True), "0 keeps bfloat16 off the processor's matrix unit"),
     "VLLM_COLLECTIVE_TIMEOUT_S": (
         _number("VLLM_COLLECTIVE_TIMEOUT_S", 7200.0),

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,9 +25,9 @@ def test_every_fault_is_a_bug_and_everything_shipped_is_right() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     faults = [line for line in done.stdout.splitlines() if "fault put back:" in line]
     shipped = [line for line in done.stdout.splitlines() if "as shipped:" in line]
-    assert len(faults) == len(shipped) == 8
+    assert len(faults) == len(shipped) == 9
     assert all(line.endswith(" OK") for line in shipped)
-    assert [line.split()[-1] for line in faults].count("BUG") == 7
+    assert [line.split()[-1] for line in faults].count("BUG") == 8
     assert faults[2].endswith("no pad rows OK"), "without DP padding the same fault hurts nobody"
     for part in (
         "NaN in rows [26, 27, 28, 29] BUG",
@@ -35,8 +37,15 @@ def test_every_fault_is_a_bug_and_everything_shipped_is_right() -> None:
         "pad rows choose experts [0, 0]",
         "amax=nan padding_nan=True real row lost BUG",
         "padding_nan=False real row kept OK",
+        "seq_len 1, 32 of 32 channels NaN BUG",
     ):
         assert part in done.stdout
+    of_mla = re.findall(r"^MLA decode.*: (.*)\n(fix OFF .*)\n(fix ON .*)$", done.stdout, re.M)
+    assert [case for case, *_ in of_mla] == ["1 real + 127 pad rows", "3 real + 1 pad row", "all idle"]
+    for case, off, on in of_mla:
+        assert off == "fix OFF amax=nan padding_nan=True"
+        assert re.fullmatch(r"fix ON amax=\d+\.\d{4} padding_nan=False", on)
+        assert (float(on.split("amax=")[1].split()[0]) == 0) is (case == "all idle")
 
 
 @pytest.fixture
@@ -73,7 +82,27 @@ def walk_on(repro: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(repro.ops, "gated_delta_net", walks)
 
 
-@pytest.mark.parametrize("damage", [leave_tail, accept_any_count, route_padding, walk_on])
+def leave_latent_rows(repro: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(repro.mla, "zero_padding_rows", lambda output, num_actual_tokens: None)
+
+
+def multiply_with_weight_0(repro: Any, patch: pytest.MonkeyPatch) -> None:
+    """Attention over whole tiles of slots, as one product with weights that are 0 past the context's end."""
+
+    def over_tiles(q: Any, keys: Any, values: Any, table: Any, starts: Any, lens: Any, scale: float, out: Any, *_: Any,
+                   **__: Any) -> None:  # fmt: skip
+        for r, (first, last) in enumerate(itertools.pairwise(starts.tolist())):
+            k, v = (x[table[r].long(), 0].flatten(0, 1) for x in (keys, values))
+            past = torch.arange(len(k)) >= lens[r]
+            weights = (q[first:last] @ k.T * scale).masked_fill(past, -torch.inf).softmax(-1)
+            out[first:last] = weights @ v
+
+    patch.setattr(repro.mla.ops, "paged_attention", over_tiles)
+
+
+@pytest.mark.parametrize(
+    "damage", [leave_tail, accept_any_count, route_padding, walk_on, leave_latent_rows, multiply_with_weight_0]
+)
 def test_damage_is_noticed(
     repro: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], damage: Callable[..., None]
 ) -> None:

@@ -236,6 +236,50 @@ def delta_net(only_decodes: bool) -> Callable[[Place], Args]:
     return case
 
 
+def logits(p: Place, scale: float = 6.0) -> Tensor:
+    """Few tokens of each row have nearly all of its mass; six are ahead of all others and apart."""
+    x = p.randn(p.sizes.decode_requests, p.sizes.model_vocab, scale=scale)
+    ahead = p.ints([1, 2, 3, 5, 8, 13], torch.int64)
+    x[:, (ahead * 11) % x.shape[1]] = (5 * scale + ahead / 2).to(x.dtype)
+    return x
+
+
+def sampled(limited: bool) -> Callable[[Place], Args]:
+    """Every fourth row is greedy, one is NaN, each limit is off in some."""
+
+    def case(p: Place) -> Args:
+        x = logits(p, 3.0)
+        R, V = x.shape
+        x[R // 2] = NAN
+        largest, likeliest = reference.row_max(x)
+        row = torch.arange(R, device=p.device)
+        temperature = torch.where(row % 4 == 0, 0.0, 0.6 + row / R)
+        args = largest, likeliest.masked_fill_(largest.isnan(), 0), temperature, row * 2**55 - 2**60, 5 * row
+        if not limited:
+            return (x, *args)
+        top_p, log_min_p = torch.where(row % 5 == 0, 1.0, 0.9), torch.where(row % 3 == 0, -torch.inf, -4.0)
+        return (x, *args, torch.where(row % 2 == 0, V, 20), top_p, log_min_p)
+
+    return case
+
+
+def penalised(p: Place) -> Args:
+    """Row r has seen r * 8 of the tokens, the last one all of a long context."""
+    x = logits(p).float()
+    R, V = x.shape
+    seen = [min(8 * r, V - 1) for r in range(R)]
+    tokens = torch.cat([torch.arange(n) * next(s for s in (7919, 1) if math.gcd(s, V) == 1) % V for n in seen])
+    rates = [p.randn(R, dtype=torch.float32, scale=scale) for scale in (0.1, 0.5, 0.5)]
+    starts = torch.tensor([0, *seen]).cumsum(0)
+    counts = (torch.arange(len(tokens)) % 3).float().to(p.device)
+    return x, p.ints(starts.tolist()), tokens.to(p.device), counts, rates[0] + 1, *rates[1:]
+
+
+def scored(p: Place) -> Args:
+    x = logits(p)
+    return x, 5, torch.arange(len(x), device=p.device) * 7919 % x.shape[1]
+
+
 CASES: dict[str, tuple[str, Callable[[Place], Args]]] = {
     "linear": ("linear", linear),
     "embedding": ("embedding", embedding),
@@ -260,6 +304,11 @@ CASES: dict[str, tuple[str, Callable[[Place], Args]]] = {
     "experts all rows to the same": ("fused_experts", experts(lambda s: s.rows // 2, of_one=True)),
     "delta net mixed": ("gated_delta_net", delta_net(False)),
     "delta net decode": ("gated_delta_net", delta_net(True)),
+    "likeliest tokens": ("row_max", lambda p: (logits(p),)),
+    "tokens of all limits": ("sample", sampled(True)),
+    "tokens without limits": ("sample", sampled(False)),
+    "penalties": ("apply_penalties", penalised),
+    "log-probabilities": ("log_probabilities", scored),
 }
 
 
@@ -277,9 +326,10 @@ def widened(args: Args) -> Args:
 
 
 def results(out: Any, args: Args) -> list[Tensor]:
-    """All that an operator can have written, its result and its arguments, in fp64 on the host."""
+    """All that an operator can have written, its result and its arguments, on the host, numbers in fp64."""
     outs = out if isinstance(out, tuple) else (out,)
-    return [x.cpu().double() for x in (*outs, *args) if isinstance(x, Tensor)]
+    found = (x.cpu() for x in (*outs, *args) if isinstance(x, Tensor))
+    return [x.double() if x.is_floating_point() else x for x in found]
 
 
 @functools.lru_cache(maxsize=2)

@@ -18,7 +18,7 @@ import torch
 from device_suite import Sizes
 from torch import Tensor
 
-from vllm.kernels import table, weights
+from vllm.kernels import reference, table, weights
 from vllm.kernels.weights import GDNWeights
 
 pytestmark = pytest.mark.device
@@ -137,6 +137,24 @@ def delta_net(s: Sizes, requests: int, new: int) -> Work:
     return Work(args, moved, 6.0 * requests * new * H * D * D)
 
 
+def logits(s: Sizes) -> Tensor:
+    return randn(s.decode_requests, s.model_vocab, scale=3.0)
+
+
+def sampled(s: Sizes, top_k: int = 0, top_p: float = 1.0) -> Work:
+    """A read of the logits would do."""
+    x = logits(s)
+    rows = torch.arange(len(x), device=x.device)
+    ones = torch.ones(len(x), device=x.device)
+    limits = (torch.full_like(rows, top_k) if top_k else None, ones * top_p if top_p < 1 else None)
+    return Work((x, *reference.row_max(x), ones, rows, rows, *limits), x.nbytes)
+
+
+def scored(s: Sizes) -> Work:
+    x = logits(s)
+    return Work((x, 5, torch.arange(len(x), device=x.device)), x.nbytes)
+
+
 CASES: dict[str, tuple[str, Callable[[Sizes, Any], Work]]] = {
     "rms_norm": ("rms_norm", rms_norm),
     "fused_add_rms_norm": ("fused_add_rms_norm", fused_add_rms_norm),
@@ -156,6 +174,11 @@ CASES: dict[str, tuple[str, Callable[[Sizes, Any], Work]]] = {
     "experts, prefill rows": ("fused_experts", lambda s, packer: experts(s, packer, s.prefill_tokens)),
     "delta net, decode": ("gated_delta_net", lambda s, _: delta_net(s, s.decode_requests, 1)),
     "delta net, prefill": ("gated_delta_net", lambda s, _: delta_net(s, 1, s.prefill_tokens)),
+    "likeliest tokens": ("row_max", lambda s, _: Work((x := logits(s),), x.nbytes)),
+    "tokens, no limits": ("sample", lambda s, _: sampled(s)),
+    "tokens, top-k": ("sample", lambda s, _: sampled(s, top_k=50)),
+    "tokens, top-p": ("sample", lambda s, _: sampled(s, top_p=0.9)),
+    "log-probabilities": ("log_probabilities", lambda s, _: scored(s)),
 }
 OPERATORS = {name: operator for name, (operator, _) in CASES.items()}
 

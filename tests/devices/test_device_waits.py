@@ -52,21 +52,31 @@ def waits_forbidden() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def started(name: str, prompts: list[tuple[int, ...]], num_tokens: int, **kwargs: Any) -> Any:
-    """An engine with these requests queued."""
+def started(
+    name: str, prompts: list[tuple[int, ...]], num_tokens: int, sampling: dict[str, Any] | None = None, **kwargs: Any
+) -> Any:
+    """An engine with these requests queued, greedy by default."""
     from vllm import SamplingParams
 
     llm = device_models.module_of(name).make_llm(name, **kwargs)
-    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+    sampling = sampling or {"temperature": 0}
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, detokenize=False, **sampling)
     for i, prompt in enumerate(prompts):
         llm.llm_engine.add_request(str(i), {"prompt_token_ids": list(prompt)}, params)
     return llm
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_decode_step_waits_once(name: str, device: str) -> None:
+ALL_LIMITS = {"seed": 3, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "frequency_penalty": 0.4, "logprobs": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "sampling"),
+    [*((name, {"temperature": 0}) for name in NAMES), (NAMES[1], ALL_LIMITS)],
+    ids=[*NAMES, "sampled"],
+)
+def test_a_decode_step_waits_once(name: str, sampling: dict[str, Any], device: str) -> None:
     """For the sampled tokens, by an event or one copy."""
-    llm = started(name, [tiny.prompt(n) for n in (5, 9, 3)], 12)
+    llm = started(name, [tiny.prompt(n) for n in (5, 9, 3)], 12, sampling)
     engine = llm.llm_engine
     for _ in range(4):
         engine.step()

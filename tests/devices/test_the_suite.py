@@ -75,7 +75,7 @@ def test_the_suite_runs_on_the_cpu_with_few_packages(tmp_path: Path) -> None:
     text, report = run_suite(tmp_path, "-k", QUICK, VLLM_TEST_DEVICE="cpu")
     assert not report["tests"]["failed"]
     files = {test.partition("::")[0].rpartition("/")[2] for test in report["tests"]["passed"]}
-    written = {path.name for path in HERE.glob("test_device_*.py")}
+    written = {path.name for path in HERE.glob("test_device_*.py")} - {"test_device_kernels.py"}
     assert files == written, "a file of the suite has no test that ran"
     kernels = [row for row in report["measured"] if row["what"] == "kernel"]
     assert {row["by"] for row in kernels} == {"cpu", "reference"}
@@ -85,6 +85,22 @@ def test_the_suite_runs_on_the_cpu_with_few_packages(tmp_path: Path) -> None:
     for part in ("The card at its best", "attention, decode", "prefill, 4 prompts", "no figure below says anything"):
         assert part in text
     assert str(ROOT) not in json.dumps(report), "a report that is sent names no folder of the runner's"
+
+
+def test_the_kernels_comparisons_run_in_the_interpreter_with_few_packages(tmp_path: Path) -> None:
+    one_of_each = "test_device_kernels and (norms-1-bf16 or g-1-fp32 or 64-bf16 or mixed-bf16 or (answers and cap))"
+    only = {"VLLM_TEST_DEVICE": "cpu", "TRITON_INTERPRET": "1"}
+    _, report = run_suite(tmp_path, "-k", one_of_each, **only)
+    assert not report["tests"]["failed"]
+    assert not report["tests"]["skipped"]
+    ran = {test.partition("::")[2].partition("[")[0] for test in report["tests"]["passed"]}
+    assert ran == {"test_row_wise", "test_experts", "test_gated_delta_net", "test_attention"}
+
+
+def test_what_is_for_devices_is_in_the_suite() -> None:
+    """One command runs all that has the mark, and its report tells of it."""
+    marked = [path for path in (ROOT / "tests").rglob("*.py") if "mark.device" in path.read_text()]
+    assert {path.parent for path in marked} == {HERE}
 
 
 def test_without_a_device_it_says_so(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from vllm.entrypoints.cli import collect_env
 from vllm.kernels import checks, cpu, ops, packages, reference, table, triton
 
 QUANTIZED = ("quantized_linear", "quantized_experts", "quantized_embedding")
-ONLY_TORCH = ("topk_softmax", "topk_sigmoid", "grouped_topk", *QUANTIZED)  # on the CPU
+SAMPLING = ("row_max", "apply_penalties", "sample", "log_probabilities")
+ONLY_TORCH = ("topk_softmax", "topk_sigmoid", "grouped_topk", *SAMPLING)  # on the CPU
 
 
 @pytest.fixture
@@ -50,6 +51,9 @@ def test_every_operator_has_contract_twin_and_row() -> None:
         "empty_experts",
         "paged_attention_workspace",
         "preferred_block_size",
+        "paged_attention_forms",
+        "fused_experts_forms",
+        "num_compiled",
     }
     for operator in table.TABLE:
         assert getattr(ops, operator).__doc__, f"{operator} has no contract"
@@ -58,6 +62,7 @@ def test_every_operator_has_contract_twin_and_row() -> None:
             if hasattr(module, operator):
                 assert [*inspect.signature(getattr(module, operator)).parameters] == expected, (module, operator)
         assert hasattr(reference, operator)
+        assert not any(table.TABLE[operator][1:]) or operator in checks._CASES, f"{operator} has no check on devices"
 
 
 def test_choices_without_any_variable(chosen: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:

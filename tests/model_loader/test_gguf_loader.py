@@ -327,7 +327,10 @@ def test_unknown_architecture_lists_the_known(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ValueError, match="architecture 'rwkv7'; known in GGUF files: llama, qwen3, qwen3moe"):
+    with pytest.raises(
+        ValueError,
+        match="architecture 'rwkv7'; known in GGUF files: gemma2, gemma3, llama, phi3, qwen2, qwen3, qwen3moe",
+    ):
         gguf_config(tmp_path / "m.gguf")
 
 

@@ -16,6 +16,7 @@ import tiny_dense  # noqa: F401  adds to tiny_models
 import tiny_hybrids as hybrids
 import tiny_models as tiny
 
+from vllm import SamplingParams
 from vllm.kernels import table
 
 PROMPTS = [tiny.prompt(length, seed=3) for length in (5, 1, 11)]
@@ -63,3 +64,31 @@ def test_tokens_of_tp_2_dp_2_with_experts_over_all(name: str) -> None:
     found = launcher.run_ranks(on_ranks, 4, models.checkpoint(name), env=env, poison=True, deadline_s=240)
     expected = [models.greedy(name, prompt, NUM_TOKENS) for prompt in PROMPTS[:2]]
     assert found == [expected, expected, expected[:1], expected[:1]]
+
+
+SAMPLED: list[dict[str, Any]] = [
+    {"seed": 5},
+    {"seed": 6, "top_k": 20, "top_p": 0.8, "temperature": 0.7},
+    {"seed": 7, "min_p": 0.02, "top_p": 0.9, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "logprobs": 3},
+    {"temperature": 0, "presence_penalty": 1.5, "logprobs": 2},
+]
+
+
+def sampled_by(kernels: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[float]]:
+    """Tokens and ranks, and log-probabilities, of requests of all kinds in one batch."""
+    monkeypatch.setenv("VLLM_KERNELS", kernels)
+    llm = tiny.make_llm("llama-rope", max_num_batched_tokens=16, max_num_seqs=4, logprobs_mode="processed_logprobs")
+    params = [SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False, **kw) for kw in SAMPLED]
+    prompts = [{"prompt_token_ids": list(tiny.prompt(3 + i))} for i in range(len(params))]
+    outputs = [o.outputs[0] for o in llm.generate(prompts, params, use_tqdm=False)]
+    llm.shutdown()
+    each = [one for o in outputs for x in o.logprobs or () for one in x.items()]
+    return [*(o.token_ids for o in outputs), *((token, x.rank) for token, x in each)], [x.logprob for _, x in each]
+
+
+def test_a_seed_draws_the_same_tokens(nan_poison: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As plain torch on the CPU, which sums in fp64; of every limit, penalty and log-probability."""
+    tokens, logprobs = sampled_by("cpu", monkeypatch)
+    by_triton, logprobs_by_triton = sampled_by("triton", monkeypatch)
+    assert by_triton == tokens
+    assert logprobs_by_triton == pytest.approx(logprobs, abs=1e-4)

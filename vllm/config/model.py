@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.quantization import QuantizationConfig
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
@@ -17,7 +20,8 @@ class ModelConfig:
 
     ``hf_config`` is the text model's ``PretrainedConfig`` (a multimodal checkpoint's ``text_config``);
     ``architecture`` is the registry name; ``max_model_len`` counts prompt and output tokens of one request; with
-    ``fit_max_model_len`` the engine lowers it to what the KV cache holds.
+    ``fit_max_model_len`` the engine lowers it to what the KV cache holds; ``quant_config`` reads the weights where they
+    are quantised, by ``quantization``.
     """
 
     model: str
@@ -37,6 +41,8 @@ class ModelConfig:
     logprobs_mode: str = "raw_logprobs"
     served_model_name: str | None = None
     fit_max_model_len: bool = False
+    quantization: str | None = None
+    quant_config: QuantizationConfig | None = None
 
     def __post_init__(self) -> None:
         if self.logprobs_mode not in LOGPROBS_MODES:
@@ -60,6 +66,9 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
+        """Width of a cached key's head."""
+        if getattr(self.hf_config, "kv_lora_rank", None):  # latent attention
+            return self.hf_config.kv_lora_rank + self.hf_config.qk_rope_head_dim
         return getattr(self.hf_config, "head_dim", None) or self.hidden_size // self.num_attention_heads
 
     @property

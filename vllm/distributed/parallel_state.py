@@ -118,6 +118,10 @@ class GroupCoordinator:
         """On the device group."""
         self.device_communicator.barrier()
 
+    def queue_barrier(self) -> None:
+        """On the device group, without a wait of the host for the device."""
+        self.device_communicator.queue_barrier()
+
     def cpu_all_reduce(self, input_: torch.Tensor, op: str = "cpu_all_reduce") -> torch.Tensor:
         """Sum a host tensor over the CPU twin, in place; returns it. ``op`` names it in the ledger."""
         if self.world_size > 1:

@@ -30,6 +30,7 @@ from vllm.config import (
 )
 from vllm.kernels.ops import preferred_block_size
 from vllm.logger import init_logger, log_once
+from vllm.model_executor.layers.quantization import declared_quantization, resolve_quantization
 from vllm.model_executor.model_loader import check_load_format
 from vllm.model_executor.model_loader.weight_utils import resolve_model_path
 from vllm.platforms import current_platform
@@ -282,12 +283,11 @@ class EngineArgs:
         hf.parse_dtype(self.dtype)
         path = resolve_model_path(self.model, self.revision)
         is_gguf = path.is_file()
-        if self.quantization is not None and not (is_gguf and self.quantization == "gguf"):
-            raise NotImplementedError(
-                f"quantization={self.quantization!r} is not supported; leave it out (a GGUF file is dequantised)"
-            )
+        if is_gguf and self.quantization not in (None, "gguf"):
+            raise ValueError(f"quantization={self.quantization!r}, but {path} is a GGUF file; leave quantization out")
         config = hf.get_config(path, self.trust_remote_code, self.hf_overrides)
-        hf.check_unquantised(config)
+        declared = None if is_gguf else declared_quantization(config, path)
+        quant_config = None if is_gguf else resolve_quantization(self.quantization, declared)
         return ModelConfig(
             model=str(path),
             tokenizer=self.tokenizer or str(path),
@@ -296,6 +296,8 @@ class EngineArgs:
             dtype=hf.resolve_dtype(self.dtype, config),
             max_model_len=hf.resolve_max_model_len(self.max_model_len, config),
             fit_max_model_len=self.max_model_len == -1,
+            quantization=None if quant_config is None else quant_config.method,
+            quant_config=quant_config,
             seed=0 if self.seed is None else self.seed,
             trust_remote_code=self.trust_remote_code,
             skip_tokenizer_init=self.skip_tokenizer_init,

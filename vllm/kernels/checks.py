@@ -34,7 +34,9 @@ def failure(operator: str, function: Callable[..., Any], device_type: str, modul
     except Exception as error:  # a kernel that cannot run may raise anything, and the next in the table is taken
         return f"{type(error).__name__}: {error}"
     for number, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
-        off = ((ours - theirs).abs() > TOLERANCE * (1 + theirs.abs())) | (ours.isnan() != theirs.isnan())
+        bound = TOLERANCE * (1 + theirs.abs()) if theirs.is_floating_point() else 0
+        off = (ours - theirs).abs() > bound
+        off |= (ours.isnan() != theirs.isnan()) | (ours.isinf() != theirs.isinf())
         if off.any():
             return f"tensor {number} of its result is wrong in {int(off.sum())} of {off.numel()} elements"
     return None
@@ -57,9 +59,10 @@ def _in_order_of(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _results(out: Any, args: tuple[Any, ...]) -> list[Tensor]:
-    """All that an operator can have written, its result and its arguments, in fp64 on the host."""
+    """All that an operator can have written, its result and its arguments, on the host, numbers in fp64."""
     outs = out if isinstance(out, tuple) else (out,)
-    return [x.cpu().double() for x in (*outs, *args) if isinstance(x, Tensor)]
+    found = (x.cpu() for x in (*outs, *args) if isinstance(x, Tensor))
+    return [x.double() if x.is_floating_point() else x for x in found]
 
 
 def _randn(device: str, *shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
@@ -168,6 +171,27 @@ def _quantized_experts(device: str) -> tuple[Any, ...]:
     return _chosen(device, w13, _int4(device, E, D, inner, group_size=128, zeros=False), D)
 
 
+def _logits(device: str) -> Tensor:
+    return _randn(device, ROWS, 300, dtype=torch.float32) * 2
+
+
+def _penalised(device: str) -> tuple[Any, ...]:
+    """The first and the third row have seen tokens."""
+    starts, tokens = [0, 3, 3] + [8] * (ROWS - 2), [299, 0, 7, 1, 2, 3, 4, 298]
+    counts, rates = _ints(device, [0, 1, 2, 3, 0, 1, 0, 1], torch.float32), torch.linspace(0.5, 2, ROWS, device=device)
+    return _logits(device), _ints(device, starts), _ints(device, tokens, torch.int64), counts, rates, rates - 1, rates
+
+
+def _sampled(device: str) -> tuple[Any, ...]:
+    """Greedy rows, rows of all limits and of none, a NaN row."""
+    logits = _logits(device)
+    logits[5] = NAN
+    rows = _ints(device, range(ROWS), torch.int64)
+    top_k, by_row = torch.where(rows % 3 == 0, 300, 40 + rows), rows.float()
+    limits = top_k, torch.where(rows % 4 == 0, 1.0, 0.8), torch.where(rows % 2 == 0, -torch.inf, -3.0)
+    return logits, *reference.row_max(logits), (by_row / 3).floor() / 2, 7 * rows - 9, rows + 3, *limits
+
+
 _CASES: dict[str, Callable[[str], tuple[Any, ...]]] = {
     "linear": _linear,
     "embedding": lambda d: (_ints(d, [8, 5, 36, 4, 37], torch.int64), _linear(d)[1], (5, 37)),
@@ -186,4 +210,8 @@ _CASES: dict[str, Callable[[str], tuple[Any, ...]]] = {
     "grouped_topk": lambda d: (*_routed(d), 4, 2, 2, True, _randn(d, 16, dtype=torch.float32) / 4),
     "fused_experts": _experts,
     "gated_delta_net": _delta_net,
+    "row_max": lambda d: (_logits(d),),
+    "apply_penalties": _penalised,
+    "sample": _sampled,
+    "log_probabilities": lambda d: (_logits(d), 4, _ints(d, range(ROWS), torch.int64)),
 }

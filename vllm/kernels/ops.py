@@ -2,7 +2,7 @@
 """The operators: what each promises, whatever implementation ``table`` has chosen for the device of its first tensor.
 
 Shape letters: T tokens (rows), N output features, K input features, H query heads, J key/value heads, D head size or
-model width, R requests, E experts, S experts of a token, I intermediate size of an expert.
+model width, R requests, E experts, S experts of a token, I intermediate size of an expert, V tokens of the vocabulary.
 
 A new operator is its contract here, its twin in ``reference``, its row in ``table``, and what runs it faster.
 """
@@ -10,6 +10,7 @@ A new operator is its contract here, its twin in ``reference``, its row in ``tab
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -145,13 +146,14 @@ def rotary_embedding(
 
 
 def reshape_and_cache(
-    k_TJD: Tensor, v_TJD: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping_T: Tensor
+    k_TJD: Tensor, v_TJD: Tensor | None, key_cache: Tensor, value_cache: Tensor | None, slot_mapping_T: Tensor
 ) -> None:
     """Writes token t to slot ``slot_mapping[t]`` = block * block_size + offset; a token with slot -1 is skipped.
 
     Args:
         k_TJD, v_TJD: [T, J, D], may be views into a fused row; the last dimension contiguous.
-        key_cache, value_cache: [num_blocks, J, block_size, D] of the same dtype, a block's head contiguous.
+        key_cache, value_cache: [num_blocks, J, block_size, D] of the same dtype, the last dimension contiguous.
+            v and its cache are None where the values are part of the keys (latent attention).
         slot_mapping_T: int64 [T].
     """
     _run("reshape_and_cache", k_TJD, v_TJD, key_cache, value_cache, slot_mapping_T)
@@ -182,8 +184,8 @@ def paged_attention(
 
     Args:
         q_THD, out_THD: [T, H, D], may be views into wider rows; the last dimension contiguous.
-        key_cache, value_cache: [num_blocks, J, block_size, D], H a multiple of J, a block's head contiguous. The
-            values, and with them ``out``, may have a head size of their own.
+        key_cache, value_cache: [num_blocks, J, block_size, D], H a multiple of J, the last dimension contiguous. The
+            values, and with them ``out``, may have a head size of their own, and may be a view of the keys.
         block_table: int32 [>= R, max_blocks].
         query_start_loc: int32 [>= R + 1], rising from 0; seq_lens: int32 [>= R].
         num_reqs: R; by default ``query_start_loc.shape[0] - 1``.
@@ -237,10 +239,15 @@ def quantized_experts(
     topk_ids_TS: Tensor,
     topk_weights_TS: Tensor,
     out: Tensor | None = None,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    activation: str = "silu",
 ) -> Tensor:
     """``fused_experts`` with weights as ``pack_quantized_weight`` gives them, each product as ``quantized_linear``'s:
     where ``activations`` says so, a row of x and a row of ``silu(gate) * up`` are rounded each to a grid of its own."""
-    return _run_packed("quantized_experts", w13, x_TD, w13, w2, topk_ids_TS, topk_weights_TS, out)
+    return _run_packed(
+        "quantized_experts", w13, x_TD, w13, w2, topk_ids_TS, topk_weights_TS, out, b13, b2, activation
+    )  # fmt: skip
 
 
 def pack_linear_weight(weight_NK: Tensor, into: PackedWeight | None = None) -> PackedWeight:
@@ -358,6 +365,33 @@ def paged_attention_workspace(
     return 0 if of is None else of(num_tokens, max_model_len, num_heads, num_kv_heads, head_size, dtype)
 
 
+def _forms(operator: str, device: torch.device, *args: Any) -> list[Any]:
+    """Of the implementation that was chosen, and of those that may run in its place."""
+    choice = choose(device.type)[operator]
+    of = [getattr(module, f"{operator}_forms", None) for module in (choice.module, *(m for _, m in choice.followers))]
+    return sorted({form for each in of if each is not None for form in each(*args)})
+
+
+def paged_attention_forms(
+    device: torch.device, num_tokens: int, num_reqs: int, max_model_len: int
+) -> list[tuple[int, int, int]]:
+    """(token rows, requests, tokens of the longest context) of the steps in which each form of ``paged_attention`` runs
+    that a step up to the given sizes can take, and that is compiled when it first runs; whatever the heads are."""
+    return _forms("paged_attention", device, num_tokens, num_reqs, max_model_len)
+
+
+def fused_experts_forms(device: torch.device, num_tokens: int, S: int, E: int, dtype: torch.dtype) -> list[int]:
+    """Numbers of rows, up to ``num_tokens``, in which each form of ``fused_experts`` that is compiled when it first
+    runs is taken."""
+    return _forms("fused_experts", device, num_tokens, S, E, dtype)
+
+
+def num_compiled() -> int:
+    """Kernels that Triton has compiled for this process, for each form and each kind of arguments."""
+    of = sys.modules.get("vllm.kernels.triton")
+    return 0 if of is None else of.num_compiled()
+
+
 def preferred_block_size(device_type: str, head_size: int, default: int) -> int:
     """Token rows of a cache block that the first installed ``paged_attention`` has kernels for: ``default`` if it can.
 
@@ -392,3 +426,77 @@ def gated_delta_net(
         "gated_delta_net", x_TN, weights, conv_state, recurrent_state, query_start_loc, state_indices,
         query_start_loc_cpu,
     )  # fmt: skip
+
+
+def row_max(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest logit of each row, float32 [R], and its token id, int64 [R], the lowest among equals.
+
+    A row that holds a NaN has the value NaN, and the id of some token. ``logits``: any float dtype, rows contiguous.
+    """
+    return _run("row_max", logits_RV)
+
+
+def apply_penalties(
+    logits_RV: Tensor,
+    starts: Tensor,
+    tokens_P: Tensor,
+    counts_P: Tensor,
+    repetition_R: Tensor,
+    frequency_R: Tensor,
+    presence_R: Tensor,
+) -> None:
+    """Changes ``logits`` [R, V] float32 in place at the tokens that each row has seen.
+
+    Repetition (arXiv:1909.05858): a positive logit is divided, a negative one multiplied. Then the presence penalty is
+    subtracted once, and the frequency penalty once per occurrence, where the token is in the output.
+
+    Args:
+        starts: int32 [R + 1], rising from 0 to P: row r has seen ``tokens[starts[r] : starts[r + 1]]``.
+        tokens_P, counts_P: int64 and float32, a row's tokens, each once, and how often each is in its output.
+        repetition_R, frequency_R, presence_R: float32.
+    """
+    _run("apply_penalties", logits_RV, starts, tokens_P, counts_P, repetition_R, frequency_R, presence_R)
+
+
+def sample(
+    logits_RV: Tensor,
+    largest_R: Tensor,
+    likeliest_R: Tensor,
+    temperature_R: Tensor,
+    seeds_R: Tensor,
+    positions_R: Tensor,
+    top_k_R: Tensor | None = None,
+    top_p_R: Tensor | None = None,
+    log_min_p_R: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A token for each row, int64 [R], and the least ``logit / temperature`` that it could have had, float32 [R].
+
+    The least is -inf without limits. Of the tokens whose probability is at least min_p times the likeliest's the top_k
+    largest may be taken, and of those the fewest likeliest whose share is at least top_p, never none. A limit is a
+    value of ``logit / temperature``: tokens that equal the last one that is in are in, -0 and 0 are equal. One number
+    from ``reference_sampling.random_bits`` decides a row, by the inverse of the cumulative distribution in the order
+    of the ids; the rows around it do not.
+
+    Args:
+        logits_RV: any float dtype, rows contiguous.
+        largest_R, likeliest_R: their ``row_max``. Where the largest is not finite the token is the likeliest, and the
+            least is -inf.
+        temperature_R: float32; 0 takes the likeliest, whatever the limits, and the least is -inf.
+        seeds_R, positions_R: int64; a seed's 64 bits and the output position.
+        top_k_R: int64, V where off; top_p_R: float32, 1 where off; log_min_p_R: float32, -inf where off.
+    """
+    return _run(
+        "sample", logits_RV, largest_R, likeliest_R, temperature_R, seeds_R, positions_R, top_k_R, top_p_R, log_min_p_R
+    )
+
+
+def log_probabilities(
+    logits_RV: Tensor, num_logprobs: int, token_ids_R: Tensor, normalise: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of ``token_ids`` (int64 [R]) and of the ``num_logprobs`` <= V likeliest tokens of each row.
+
+    Returns token ids int32 and log-probabilities float32 [R, 1 + num_logprobs], likeliest last but the first column,
+    which is the given token; and its rank int32 [R], 1 + the number of strictly likelier ones. Without ``normalise``
+    the logits themselves are given. Which of equal tokens is among the likeliest is the implementation's.
+    """
+    return _run("log_probabilities", logits_RV, num_logprobs, token_ids_R, normalise)

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from vllm.kernels.activation_scales import activation_scale
 
 
 class Format(NamedTuple):
@@ -37,6 +40,7 @@ FORMATS = {
     "mxfp4": Format(2, 1, True, 0),
 }
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_ELEMENTS_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -94,17 +98,10 @@ class QuantizedWeight:
         first, last, _ = columns.indices(self.K)
         if (first, last) == (0, self.K):
             return self
-        unit, size = FORMATS[self.format].columns, self.group_size
-        if self.input_order is not None:
-            raise ValueError(
-                "columns quantised in the order of their activations (act-order) cannot be split over tensor-parallel "
-                "ranks; use tensor_parallel_size=1, or a checkpoint without desc_act"
-            )
-        if (size < self.K and (first % size or (last % size and last != self.K))) or first % unit or last % unit:
-            raise ValueError(
-                f"columns {first} to {last} of {self.K} cut a group of {size} that shares a scale; choose a "
-                f"tensor_parallel_size that leaves whole groups, or a checkpoint with smaller ones"
-            )
+        why_not = uncut(self.format, self.K, self.group_size, columns, self.input_order is not None)
+        if why_not is not None:
+            raise ValueError(why_not)
+        size = self.group_size
         step = FORMATS[self.format]
         codes = self.codes[..., first // step.columns * step.bytes : -(-last // step.columns) * step.bytes]
         groups = slice(None) if size >= self.K else slice(first // size, -(-last // size))
@@ -128,8 +125,38 @@ def _of(tensor: Tensor | None, rows: slice | Tensor | int) -> Tensor | None:
     return None if tensor is None else tensor[rows]
 
 
+def uncut(format: str, K: int, group_size: int, columns: slice, ordered: bool) -> str | None:
+    """Why ``columns`` of such a matrix cannot be had; None where they can. ``ordered``: it has an ``input_order``."""
+    first, last, _ = columns.indices(K)
+    if (first, last) == (0, K):
+        return None
+    if ordered:
+        return (
+            "columns quantised in the order of their activations (act-order) cannot be split over tensor-parallel "
+            "ranks; use tensor_parallel_size=1, or a checkpoint without desc_act"
+        )
+    unit = FORMATS[format].columns
+    if (group_size < K and (first % group_size or (last % group_size and last != K))) or first % unit or last % unit:
+        return (
+            f"columns {first} to {last} of {K} cut a group of {group_size} that shares a scale; choose a "
+            f"tensor_parallel_size that leaves whole groups, or a checkpoint with smaller ones"
+        )
+    return None
+
+
+def with_zeros(weight: QuantizedWeight) -> QuantizedWeight:
+    """``weight`` with the zeros spelt out that its format implies."""
+    if weight.zeros is not None or weight.scales is None:
+        return weight
+    dtype = torch.int8 if weight.format == "int8" else torch.uint8
+    zeros = torch.full(weight.scales.shape, FORMATS[weight.format].zero, dtype=dtype, device=weight.codes.device)
+    return dataclasses.replace(weight, zeros=zeros)
+
+
 def stack_rows(parts: list[QuantizedWeight]) -> QuantizedWeight:
     """Matrices of one ``form``, and of one ``input_order``, one below the other; a copy, also of a single one."""
+    if any(part.zeros is not None for part in parts):
+        parts = [with_zeros(part) for part in parts]
     forms = {part.form for part in parts}
     assert len(forms) == 1, f"{len(parts)} matrices have {len(forms)} forms: {forms}"
 
@@ -137,6 +164,62 @@ def stack_rows(parts: list[QuantizedWeight]) -> QuantizedWeight:
         return None if getattr(parts[0], name) is None else torch.cat([getattr(part, name) for part in parts])
 
     return parts[0]._with(codes=cat("codes"), scales=cat("scales"), zeros=cat("zeros"))
+
+
+def stackable(one: QuantizedWeight, other: QuantizedWeight) -> bool:
+    """Whether ``stack_rows`` can take both."""
+    alike = with_zeros(one).form == with_zeros(other).form
+    if one.input_order is None or other.input_order is None:
+        return alike and one.input_order is other.input_order
+    return alike and torch.equal(one.input_order, other.input_order)
+
+
+def copied(weight: QuantizedWeight, num_rows: int | None = None) -> QuantizedWeight:
+    """A plain [N, K] in memory of its own on the default device, with rows of zeros up to ``num_rows``."""
+    N, device = weight.N if num_rows is None else num_rows, torch.get_default_device()
+
+    def copy(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        new = torch.empty((N, *tensor.shape[1:]), dtype=tensor.dtype, device=device)
+        new[: weight.N].copy_(tensor)
+        new[weight.N :].zero_()
+        return new
+
+    order = None if weight.input_order is None else weight.input_order.to(device, copy=True)
+    new = {name: copy(getattr(weight, name)) for name in ("codes", "scales", "zeros")}
+    return dataclasses.replace(weight, N=N, input_order=order, **new)  # type: ignore[arg-type]
+
+
+def put_rows(
+    into: QuantizedWeight | None, part: QuantizedWeight, E: int, N: int, expert: int, first: int, gated: bool = False
+) -> QuantizedWeight:
+    """Matrices [E, N, K] on the default device, undefined at first, with ``part`` as the rows of ``expert`` from
+    ``first`` on: into those of the call before, or the same with zeros where one of the two has some.
+
+    Raises:
+        ValueError: the forms differ, or ``part`` has an ``input_order``.
+    """
+    if part.input_order is not None:
+        raise ValueError(
+            "experts quantised in the order of their activations (act-order) are not supported; use a checkpoint "
+            "without desc_act"
+        )
+    if into is None:
+
+        def room(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else torch.empty((E, N, tensor.shape[1]), dtype=tensor.dtype)
+
+        new = {name: room(getattr(part, name)) for name in ("codes", "scales", "zeros")}
+        into = dataclasses.replace(part, N=N, gated=gated, **new)  # type: ignore[arg-type]
+    if (into.zeros is None) != (part.zeros is None):
+        into, part = with_zeros(into), with_zeros(part)
+    if into.form != part.form:
+        raise ValueError(f"experts of one layer are quantised in different ways, {into.form} and {part.form}")
+    for name in ("codes", "scales", "zeros"):
+        if (new_rows := getattr(part, name)) is not None:
+            getattr(into, name)[expert, first : first + part.N].copy_(new_rows)
+    return into
 
 
 def values(format: str, codes: Tensor) -> Tensor:
@@ -172,7 +255,7 @@ def round_activations(x_TK: Tensor, to: str | None) -> Tensor:
         return x_TK
     most = {"int8": 127.0, "fp8": torch.finfo(torch.float8_e4m3fn).max}[to]
     wide = x_TK.float()
-    scale = wide.abs().amax(-1, keepdim=True).clamp(min=1e-12) / most
+    scale = activation_scale(wide, most)
     on_grid = wide / scale
     on_grid = on_grid.round() if to == "int8" else on_grid.to(torch.float8_e4m3fn).float()
     return on_grid * scale
@@ -180,3 +263,38 @@ def round_activations(x_TK: Tensor, to: str | None) -> Tensor:
 
 def pack_quantized_weight(weight: QuantizedWeight) -> QuantizedWeight:
     return weight
+
+
+def quantize(weight_NK: Tensor, format: str, group_size: int, dtype: torch.dtype) -> QuantizedWeight:
+    """The matrix in ``format``, symmetric, each group of columns of a row by the largest magnitude in it."""
+    N, K = weight_NK.shape
+    group_size = min(group_size, K)
+    groups, unit = -(-K // group_size), FORMATS[format].columns
+    codes = torch.empty(N, -(-K // unit), dtype=torch.uint8, device=weight_NK.device)
+    scales = torch.empty(N, groups, dtype=torch.float32, device=weight_NK.device)
+    rows_at_once = max(_ELEMENTS_AT_ONCE // K, 1)
+    for first in range(0, N, rows_at_once):
+        rows = slice(first, first + rows_at_once)
+        w = torch.nn.functional.pad(weight_NK[rows].float(), (0, groups * group_size - K)).unflatten(1, (groups, -1))
+        most = w.abs().amax(-1)
+        if format == "mxfp4":
+            scale = torch.ldexp(torch.ones_like(most), torch.frexp(most).exponent - 3)
+        else:
+            scale = most / {"int4": 7.0, "int8": 127.0, "fp8": torch.finfo(torch.float8_e4m3fn).max}[format]
+        scales[rows] = scale = torch.where(most > 0, scale, torch.ones_like(scale))
+        w = (w / scale[..., None]).flatten(1)[:, :K]
+        if format == "fp8":
+            codes[rows] = w.to(torch.float8_e4m3fn).view(torch.uint8)
+        elif format == "int8":
+            codes[rows] = w.round().to(torch.int8).view(torch.uint8)
+        else:
+            if format == "int4":
+                halves = (w.round() + 8).to(torch.uint8)
+            else:
+                middles = torch.tensor([(low + high) / 2 for low, high in itertools.pairwise(E2M1)])
+                halves = torch.bucketize(w.abs(), middles.to(w.device)).to(torch.uint8) + 8 * (w < 0).to(torch.uint8)
+            halves = torch.nn.functional.pad(halves, (0, K % 2))
+            codes[rows] = halves[:, ::2] | halves[:, 1::2] << 4
+    if format == "mxfp4":
+        scales = scales.bfloat16()
+    return QuantizedWeight(format, N, K, group_size, dtype, codes, scales)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vllm.kernels.quantized import QuantizedWeight, dequantize, round_activations
 from vllm.kernels.reference_gdn import GDNWeights, delta_rule_chunked, gated_delta_net_ref
+from vllm.kernels.reference_sampling import apply_penalties, log_probabilities, row_max, sample  # noqa: F401
 from vllm.kernels.weights import PackedExperts, PackedWeight, rows_in_range
 
 _MOST_SCORES = 1 << 24
@@ -100,14 +101,15 @@ def rotary_embedding(
 
 
 def reshape_and_cache(
-    k_TJD: Tensor, v_TJD: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping_T: Tensor
+    k_TJD: Tensor, v_TJD: Tensor | None, key_cache: Tensor, value_cache: Tensor | None, slot_mapping_T: Tensor
 ) -> None:
     block_size = key_cache.shape[2]
     real = slot_mapping_T >= 0
     slots = slot_mapping_T[real]
     block, offset = slots // block_size, slots % block_size
     key_cache[block, :, offset] = k_TJD[real]
-    value_cache[block, :, offset] = v_TJD[real]
+    if v_TJD is not None and value_cache is not None:
+        value_cache[block, :, offset] = v_TJD[real]
 
 
 def paged_attention(

@@ -29,9 +29,9 @@ logger = init_logger(__name__)
 #                       cpu    cuda          xpu
 TABLE = {
     "linear":             ("cpu", "",           ""),
-    "quantized_linear":   ("",    "",           ""),
-    "quantized_experts":  ("",    "",           ""),
-    "quantized_embedding": ("",   "",           ""),
+    "quantized_linear":   ("cpu", "triton",     "triton"),
+    "quantized_experts":  ("cpu", "triton",     "triton"),
+    "quantized_embedding": ("cpu", "triton",    "triton"),
     "embedding":          ("cpu", "triton",     "triton"),
     "rms_norm":           ("cpu", "triton",     "xpu triton"),
     "fused_add_rms_norm": ("cpu", "triton",     "xpu triton"),
@@ -45,6 +45,10 @@ TABLE = {
     "grouped_topk":       ("",    "triton",     "xpu triton"),
     "fused_experts":      ("cpu", "triton",     "xpu triton"),
     "gated_delta_net":    ("cpu", "fla triton", "xpu fla triton"),
+    "row_max":            ("",    "triton",     "triton"),
+    "apply_penalties":    ("",    "triton",     "triton"),
+    "sample":             ("",    "triton",     "triton"),
+    "log_probabilities":  ("",    "triton",     "triton"),
 }  # fmt: skip
 DEVICES = ("cpu", "cuda", "xpu")
 IMPLEMENTATIONS = ("cpu", "triton", "fla", "xpu", "reference")
@@ -66,10 +70,11 @@ class Choice:
     others: tuple[str, ...]
 
     @functools.cached_property
-    def followers(self) -> list[tuple[str, Callable[..., Any]]]:
-        """What may run where the chosen one refuses its arguments, in order: the rest of the row, plain torch."""
+    def followers(self) -> list[tuple[str, Any]]:
+        """What may run where the chosen one refuses its arguments, in order, with their modules: the rest of the row,
+        plain torch."""
         usable = [name for name in self.others if _obstacle(name, self.operator, self.device_type) is None]
-        return [(name, getattr(_module(name), self.operator)) for name in (*usable, "reference")]
+        return [(name, _module(name)) for name in (*usable, "reference")]
 
 
 def why_not(implementation: str, device_type: str) -> str | None:
@@ -79,7 +84,7 @@ def why_not(implementation: str, device_type: str) -> str | None:
             return f"the C++ kernels run on the CPU, not on {device_type}"
         from vllm.kernels.cpu import ops
 
-        return None if ops.kernels_available() else "the C++ kernels are switched off or could not be built"
+        return None if ops.kernels_available() else "the C++ kernels could not be built"
     if implementation == "triton":
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed"
@@ -157,8 +162,13 @@ def choose_anew(device_type: str) -> dict[str, Choice]:
 
 def first_installed(operator: str, device_type: str) -> Any:
     """The module that ``choose`` takes if it passes its check; touches no device."""
-    row = TABLE[operator][DEVICES.index(device_type)] if device_type in DEVICES else ""
-    return _module(next((name for name in row.split() if why_not(name, device_type) is None), "reference"))
+    wanted = wishes()
+    wish = wanted.single.get(operator) or wanted.for_all
+    row = TABLE[operator][DEVICES.index(device_type)].split() if device_type in DEVICES else []
+    for name in [wish, *row] if wish else row:
+        if why_not(name, device_type) is None and hasattr(_module(name), operator):
+            return _module(name)
+    return _module("reference")
 
 
 def _choice(operator: str, device_type: str, wanted: Wishes) -> Choice:
@@ -214,13 +224,13 @@ def run_another(choice: Choice, refusal: NotImplementedError, *args: Any) -> Any
     """The operator by the first implementation after ``choice``'s that does not refuse ``args`` as that one did; each
     refusal is said once."""
     used = choice.implementation
-    for name, function in choice.followers:
+    for name, module in choice.followers:
         if f"{used} {refusal}" not in _refused:
             _refused.add(f"{used} {refusal}")
             slower = ", plain torch, far slower" if name == "reference" else ""
             logger.warning("%s by %s: %s; %s runs in its place%s", choice.operator, used, refusal, name, slower)
         try:
-            return function(*args)
+            return getattr(module, choice.operator)(*args)
         except NotImplementedError as error:
             used, refusal = name, error
     raise refusal

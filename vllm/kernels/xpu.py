@@ -138,7 +138,8 @@ def zeroed_cache(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def _in_kernels_order(key_cache: Tensor, value_cache: Tensor) -> tuple[Tensor, Tensor]:
     caches = key_cache.transpose(1, 2), value_cache.transpose(1, 2)
-    if not all(cache.is_contiguous() for cache in caches):
+    part_of_keys = value_cache.data_ptr() == key_cache.data_ptr() and value_cache.stride() == key_cache.stride()
+    if not caches[0].is_contiguous() or not (part_of_keys or caches[1].is_contiguous()):
         raise NotImplementedError(
             f"caches of shape {tuple(key_cache.shape)} with strides {key_cache.stride()} and {value_cache.stride()}: "
             "the kernels read [num_blocks, block_size, heads, head_size], as kernels.xpu.zeroed_cache makes them"
@@ -152,8 +153,10 @@ def _unit_scale(device: torch.device) -> Tensor:
 
 
 def reshape_and_cache(
-    k_TJD: Tensor, v_TJD: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping_T: Tensor
+    k_TJD: Tensor, v_TJD: Tensor | None, key_cache: Tensor, value_cache: Tensor | None, slot_mapping_T: Tensor
 ) -> None:
+    """Without values the keys are written twice, to one place: the kernel writes both."""
+    v_TJD, value_cache = (k_TJD, key_cache) if v_TJD is None or value_cache is None else (v_TJD, value_cache)
     caches = _in_kernels_order(key_cache, value_cache)
     if k_TJD.shape[0]:
         k_TJD, v_TJD = (x if x[0].is_contiguous() else x.contiguous() for x in (k_TJD, v_TJD))
@@ -210,8 +213,12 @@ def paged_attention(
     if sinks is not None or soft_cap:
         raise NotImplementedError(f"attention with sinks or soft_cap={soft_cap} is not bound to vllm-xpu-kernels")
     H, D = q_THD.shape[1:]
-    J, block_size = key_cache.shape[1:3]
-    _check_compiled(H, J, D, block_size, sliding_window > 0, q_THD.dtype)
+    (J, block_size), DV = key_cache.shape[1:3], value_cache.shape[3]
+    # Latent attention was compiled for up to 8 query heads to its one key head: they come in groups of so many.
+    together = 8 if (D, DV, J) == (576, 512, 1) else H
+    if D != DV and together == H:
+        raise NotImplementedError(f"heads of {D} with values of {DV}: vllm-xpu-kernels has only 576 with 512")
+    _check_compiled(min(H, together), J, D, block_size, sliding_window > 0, q_THD.dtype)
     keys, values = _in_kernels_order(key_cache, value_cache)
     R = query_start_loc.shape[0] - 1 if num_reqs is None else num_reqs
     starts = (query_start_loc.cpu() if query_start_loc_cpu is None else query_start_loc_cpu)[: R + 1]
@@ -222,46 +229,49 @@ def paged_attention(
         if bool((contexts < lengths).any()):
             raise NotImplementedError(f"requests of {lengths.tolist()} rows and {contexts.tolist()} tokens in all")
         cu_seqlens, used, blocks = with_rows(starts, query_start_loc, seq_lens, block_table)
-        out = out_THD[:real] if out_THD.is_contiguous() else torch.empty_like(out_THD[:real])
         window = (sliding_window - 1, 0) if sliding_window else (-1, -1)
-        try:
-            torch.ops._vllm_fa2_C.varlen_fwd(
-                q_THD[:real],
-                keys,
-                values,
-                out,
-                cu_seqlens_q=cu_seqlens,
-                cu_seqlens_k=torch.zeros_like(cu_seqlens),
-                seqused_k=used,
-                leftpad_k=None,
-                block_table=blocks,
-                alibi_slopes=None,
-                max_seqlen_q=int(lengths.max()),
-                max_seqlen_k=int(contexts.max()),
-                p_dropout=0.0,
-                q_scale=None,
-                k_scale=None,
-                v_scale=None,
-                softmax_scale=scale,
-                softmax_sink=None,
-                zero_tensors=False,
-                is_causal=True,
-                window_size_left=window[0],
-                window_size_right=window[1],
-                softcap=0.0,
-                return_softmax=False,
-                gen=None,
-                num_splits=None,
-                mix_batch=True,
-                splits_per_seq=None,
-                work_list=None,
-            )
-        except RuntimeError as error:
-            if "not compiled" not in str(error):
-                raise
-            raise NotImplementedError(f"head size {D}, blocks of {block_size}: {error}") from error
-        if not out_THD.is_contiguous():
-            out_THD[:real] = out
+        for first in range(0, H, together):
+            some = slice(first, first + together)
+            wanted = out_THD[:real, some]
+            out = wanted if wanted.is_contiguous() else wanted.new_empty(wanted.shape)
+            try:
+                torch.ops._vllm_fa2_C.varlen_fwd(
+                    q_THD[:real, some],
+                    keys,
+                    values,
+                    out,
+                    cu_seqlens_q=cu_seqlens,
+                    cu_seqlens_k=torch.zeros_like(cu_seqlens),
+                    seqused_k=used,
+                    leftpad_k=None,
+                    block_table=blocks,
+                    alibi_slopes=None,
+                    max_seqlen_q=int(lengths.max()),
+                    max_seqlen_k=int(contexts.max()),
+                    p_dropout=0.0,
+                    q_scale=None,
+                    k_scale=None,
+                    v_scale=None,
+                    softmax_scale=scale,
+                    softmax_sink=None,
+                    zero_tensors=False,
+                    is_causal=True,
+                    window_size_left=window[0],
+                    window_size_right=window[1],
+                    softcap=0.0,
+                    return_softmax=False,
+                    gen=None,
+                    num_splits=None,
+                    mix_batch=True,
+                    splits_per_seq=None,
+                    work_list=None,
+                )
+            except RuntimeError as error:
+                if "not compiled" not in str(error):
+                    raise
+                raise NotImplementedError(f"head size {D}, blocks of {block_size}: {error}") from error
+            if out is not wanted:
+                wanted.copy_(out)
     out_THD[real:] = 0
 
 

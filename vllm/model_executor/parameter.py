@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,16 +31,23 @@ class WeightSpec:
         checked, nothing is read and ``take`` is never called.
     owner: the module whose weights these are; ``collect_weight_specs`` fills it in.
     rows: those of the first dimension, a slice or indices in the order wanted, that this rank makes do with; None: all.
+    quantized: ``take`` keeps a matrix that is stored quantised as it is, and is given those rows of it as a
+        ``QuantizedWeight``, all columns; else the matrix is dequantised for it.
+    cols: the columns of them that it keeps; None: all.
+    alike: tensors of one owner that have this in common must all be stored in one format, or none of them.
     """
 
     name: str
     shape: tuple[int, ...]
-    take: Callable[[torch.Tensor], None]
+    take: Callable[[Any], None]
     dtype: torch.dtype | None = None
     optional: bool = False
     needed: bool = True
     owner: nn.Module | None = None
     rows: slice | torch.Tensor | None = None
+    quantized: bool = False
+    cols: slice | None = None
+    alike: str | None = None
 
 
 def collect_weight_specs(root: nn.Module) -> list[WeightSpec]:

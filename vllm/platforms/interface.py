@@ -113,9 +113,6 @@ class Platform:
         """(free, total) bytes."""
         raise NotImplementedError
 
-    def has_fp64(self, device: torch.device) -> bool:
-        return True
-
     def memory_limits(self, device: torch.device, utilization: float) -> list[Limit]:
         """Bytes that this process may still take, by each limit that there is.
 

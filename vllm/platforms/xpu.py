@@ -60,10 +60,6 @@ class XpuPlatform(Platform):
     def memory_info(self, device: torch.device) -> tuple[int, int]:
         return torch.xpu.mem_get_info(device)
 
-    def has_fp64(self, device: torch.device) -> bool:
-        """Arc A-series cards have none."""
-        return bool(torch.xpu.get_device_properties(device).has_fp64)
-
     def synchronize(self) -> None:
         torch.xpu.synchronize()
 

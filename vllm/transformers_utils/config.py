@@ -256,16 +256,6 @@ def get_architecture(config: PretrainedConfig) -> str:
     return names[0]
 
 
-def check_unquantised(config: PretrainedConfig) -> None:
-    """Raise ``NotImplementedError`` for a checkpoint of quantised safetensors."""
-    quantised = getattr(config, "quantization_config", None)
-    if quantised:
-        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
-        raise NotImplementedError(
-            f"the checkpoint is quantised by {method!r}, which is not supported; use an unquantised one or a GGUF file"
-        )
-
-
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     """The torch dtype that ``dtype`` names, None for ``auto``."""
     wanted = dtype

@@ -11,19 +11,22 @@ import torch
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Keys and values of one attention layer on one rank: 2 × [num_kv_heads, head_size] of ``dtype`` a token.
+    """What an attention layer keeps of a token on one rank: key and value, each [num_kv_heads, head_size] of ``dtype``.
 
     ``sliding_window``: tokens that a query sees, itself included; None: all before it.
+    ``value_size``: so many leading channels of the key are the value, and no other is kept (latent attention).
     """
 
     num_kv_heads: int
     head_size: int
     dtype: torch.dtype
     sliding_window: int | None = None
+    value_size: int | None = None
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.num_kv_heads * self.head_size * self.dtype.itemsize
+        tensors = 2 if self.value_size is None else 1
+        return tensors * self.num_kv_heads * self.head_size * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 
 from vllm.kernels import triton as operators
 from vllm.kernels import weights
-from vllm.kernels.triton import activation, norms, rotary, routing
+from vllm.kernels.triton import activation, norms, rotary, routing, sampling
 
 cache, embedding = (sys.modules[f"vllm.kernels.triton.{name}"] for name in ("cache", "embedding"))
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64", torch.int32: "*i32"}
@@ -57,6 +57,10 @@ def main() -> None:
         (cache, "_write_kernel"),
         (embedding, "_embedding_kernel"),
         (routing, "_topk_kernel"),
+        (sampling, "_row_max_kernel"),
+        (sampling, "_penalties_kernel"),
+        (sampling, "_sample_kernel"),
+        (sampling, "_logprobs_kernel"),
     ):
         setattr(module, name, Launcher(getattr(module, name), operator))
 
@@ -67,6 +71,7 @@ def main() -> None:
     x, D = new(T, 2048), 2048
     qkv = new(T, 48, 128)
     ids, count = new(T, dtype=torch.int64), new(1, dtype=torch.int32)
+    logits, real, starts = new(T, 151936), new(T, dtype=torch.float32), new(T + 1, dtype=torch.int32)
     calls: list[tuple[str, tuple[Any, ...]]] = [
         ("rms_norm", (qkv[:, :32], new(128, dtype=torch.float32), 1e-6, qkv[:, :32])),
         ("fused_add_rms_norm", (x, new(T, D), new(D), 1e-6)),
@@ -79,6 +84,10 @@ def main() -> None:
         ("topk_softmax", (new(T, 128), 8, True, 22)),
         ("topk_sigmoid", (new(T, 256), 8, True, count, new(256, dtype=torch.float32))),
         ("grouped_topk", (new(T, 256), 8, True, count, 8, 4, 2, True, new(256, dtype=torch.float32))),
+        ("row_max", (logits,)),
+        ("apply_penalties", (logits.float(), starts, ids, real, real, real, real)),
+        ("sample", (logits, real, ids, real, ids, ids, ids, real, real)),
+        ("log_probabilities", (logits, 20, ids)),
     ]
     for operator[0], args in calls:
         getattr(operators, operator[0])(*args)

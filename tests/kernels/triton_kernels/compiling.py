@@ -60,15 +60,16 @@ def launches(module: ModuleType, call: Callable[[], object]) -> list[Launch]:
     return seen
 
 
-def compile_launch(launch: Launch, capability: int) -> Any:
-    """The compiled kernel, specialised for its arguments as at a launch: a 1 and multiples of 16 are known to it."""
+def compile_launch(launch: Launch, target: int | GPUTarget) -> Any:
+    """The compiled kernel, specialised for its arguments as at a launch: a 1 and multiples of 16 are known to it.
+    ``target``: a CUDA capability, or any card."""
     signature, constants, attributes = {}, {}, {}
     for i, param in enumerate(launch.kernel.params):
         value = launch.arguments[param.name]
         if isinstance(value, torch.Tensor):
             signature[param.name] = TYPES[value.dtype]
             attributes[(i,)] = [["tt.divisibility", 16]]
-        elif param.is_constexpr or (value == 1 and not param.do_not_specialize):
+        elif param.is_constexpr or value is None or (value == 1 and not param.do_not_specialize):
             signature[param.name] = "constexpr"
             constants[(i,)] = value
         elif isinstance(value, float):
@@ -78,4 +79,5 @@ def compile_launch(launch: Launch, capability: int) -> Any:
             if value % 16 == 0 and not param.do_not_specialize:
                 attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(launch.kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
+    target = GPUTarget("cuda", target, 32) if isinstance(target, int) else target
+    return triton.compile(source, target=target, options=launch.options)

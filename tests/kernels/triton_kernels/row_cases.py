@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of the row-wise kernels share: each comparison runs in the interpreter at small sizes and on a device
-at real ones.
+"""What the tests of the row-wise kernels share: each comparison runs in the interpreter at small sizes, and on a
+device at real ones (``tests/devices/test_device_kernels.py``).
 
 The interpreter cuts bfloat16 off where hardware rounds it, so a rounding is bounded by a whole unit in the last place.
 """
@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
+from drawn import HealthCheck, Phase, settings
 from torch import Tensor
 
 NAN, UNTOUCHED = float("nan"), 7.0
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SUM = 2e-6  # float32 summation and functions, relative to the sum of magnitudes
-ACCELERATOR = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 few = settings(
     max_examples=30,
@@ -27,9 +26,9 @@ few = settings(
 )
 
 
-def on_a_device(test: Any) -> Any:
-    """Marks a test for the device suite."""
-    return pytest.mark.device(pytest.mark.skipif(ACCELERATOR is None, reason="no XPU or CUDA device")(test))
+def interpreted(*warnings: str) -> Any:
+    """Marks a test in whose NaN or largest numbers numpy finds these; a device says nothing of them."""
+    return pytest.mark.filterwarnings(*(f"ignore:{w}:RuntimeWarning:triton.runtime.interpreter" for w in warnings))
 
 
 def randn(*size: int, seed: int = 0) -> Tensor:

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from drawn import given, st
 
 from vllm.kernels import reference
 
 pytest.importorskip("triton")
-from row_cases import ACCELERATOR, DTYPES, NAN, around, assert_close, few, nan_rows, on_a_device, randn, wide_rows
+from row_cases import DTYPES, NAN, around, assert_close, few, interpreted, nan_rows, randn, wide_rows
 
 from vllm.kernels import triton as operators
 from vllm.kernels.triton import silu_and_mul
@@ -37,6 +36,7 @@ def check(T: int, D: int, dtype: torch.dtype, in_x: bool, device: Any, name: str
     assert in_x or around(out)
 
 
+@interpreted("overflow encountered in exp")  # of what a sigmoid makes 0
 @few
 @given(
     st.integers(1, 9), st.sampled_from([1, 7, 48, 1030]), st.sampled_from(DTYPES), st.booleans(), st.sampled_from(NAMES)
@@ -60,13 +60,3 @@ def test_misuse_is_named():
         silu_and_mul(torch.randn(2, 4), torch.empty(2, 2).bfloat16())
     with pytest.raises(NotImplementedError, match="float64"):
         silu_and_mul(torch.randn(2, 4).double())
-
-
-@on_a_device
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("T", [1, 26, 777])
-def test_real_sizes_on_the_device(T, dtype):
-    for D in (768, 2880, 6144):
-        for name in NAMES:
-            check(T, D, dtype, True, ACCELERATOR, name)
-            check(T, D, dtype, False, ACCELERATOR, name)

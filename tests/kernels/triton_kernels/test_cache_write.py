@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from drawn import given, st
 
 pytest.importorskip("triton")
-from row_cases import ACCELERATOR, DTYPES, NAN, few, on_a_device, randn, wide_rows
+from row_cases import DTYPES, NAN, few, randn, wide_rows
 
 from vllm.kernels.triton import reshape_and_cache
 
@@ -69,12 +68,3 @@ def test_misuse_is_named():
     with pytest.raises(NotImplementedError, match="1 heads of size 40000"):
         reshape_and_cache(*2 * (torch.zeros(1, 1, 40000),), *2 * (torch.zeros(1, 1, 1, 40000),), slots)
     reshape_and_cache(k[:0], k[:0], cache, cache, slots[:0])
-
-
-@on_a_device
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("T", [1, 26, 777])
-def test_real_sizes_on_the_device(T, dtype):
-    for block_size in (16, 64):
-        check(T, 8, 128, block_size, dtype, 0.2, ACCELERATOR, blocks=64)
-    check(T, 1, 576, 64, dtype, 0.2, ACCELERATOR, blocks=64)

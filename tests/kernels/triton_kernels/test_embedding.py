@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from drawn import given, st
 
 from vllm.kernels import ops, weights
 from vllm.kernels.cpu import ops as cpu_ops
 
 pytest.importorskip("triton")
-from row_cases import ACCELERATOR, DTYPES, NAN, few, on_a_device, randn, wide_rows
+from row_cases import DTYPES, NAN, few, randn, wide_rows
 
 from vllm.kernels.triton import embedding
 
@@ -64,11 +63,3 @@ def test_misuse_is_named():
     with pytest.raises(NotImplementedError, match="panels"):
         embedding(torch.zeros(1, dtype=torch.int64), cpu_ops.pack_linear_weight(torch.zeros(4, 8)))
     assert embedding(torch.zeros(0, dtype=torch.int64), packed).shape == (0, 8)
-
-
-@on_a_device
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("T", [1, 26, 777])
-def test_real_sizes_on_the_device(T, dtype):
-    check(32003, 4, 2048, T, dtype, ACCELERATOR)
-    check(1000, 3, 2880, T, dtype, ACCELERATOR)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from drawn import HealthCheck, given, settings, st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -112,17 +111,6 @@ def test_experts_against_fp64(dtype, T, E, I, D, S, monkeypatch, nan_poison):
     tiles = experts._tiles
     monkeypatch.setattr(experts, "_tiles", lambda T, S, E, dtype, _: tiles(T, S, E, dtype, interpreted=False))
     check("cpu", dtype, T, E, I, D, S)
-
-
-@pytest.mark.device
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("T", [1, 64, 300, 2048])
-def test_experts_on_a_device(dtype, T):
-    """The sizes of Qwen3-30B-A3B's layers, half its experts; each kind of tile."""
-    device = "cuda" if torch.cuda.is_available() else "xpu"
-    if device == "xpu" and not torch.xpu.is_available():
-        pytest.skip("needs an XPU or CUDA device")
-    check(device, dtype, T, 64, 768, 2048, 8)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

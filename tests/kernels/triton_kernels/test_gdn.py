@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from gdn_cases import TOLERANCE, check, make_case
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from drawn import given, settings, st
+from gdn_cases import check, make_case
 
 pytest.importorskip("triton")
+from row_cases import interpreted
+
 from vllm.kernels import checks
 from vllm.kernels.triton import gdn
 
-ACCELERATOR = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 SMALL = [(2, 4, 16, 16, 4), (1, 3, 7, 5, 2), (1, 1, 128, 40, 4)]  # key heads, value heads, D, E, taps
 
 
@@ -67,6 +67,7 @@ def test_bitwise_the_same_however_tokens_are_cut_and_in_any_batch() -> None:
         assert torch.equal(after[1:3], whole[1:3])
 
 
+@interpreted("overflow encountered in exp")  # of what a sigmoid makes 0
 def test_extreme_gates_and_inputs() -> None:
     """Decay from 1 to underflow, steps from 0 to 1, inputs of 1e4 and exactly 0: finite, and the definition's."""
     case = make_case((1, 4, 8, 8, 4), torch.float32, [6], [1], num_pads=0)
@@ -145,16 +146,3 @@ def test_compiles_for_a_card_without_one(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     built = [line.split() for line in done.stdout.splitlines()]
     assert [(name, spills) for name, _, spills in built] == [("_conv_kernel", "0"), ("_recurrent_kernel", "0")]
-
-
-@pytest.mark.device
-@pytest.mark.skipif(ACCELERATOR is None, reason="no XPU or CUDA device")
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(
-    ("lengths", "num_pads"),
-    [([1] * 26, 4), ([7, 5, 11, 7], 2), ([1, 129, 0, 600, 3], 5)],
-    ids=["decode", "mixed", "prompts"],
-)
-def test_real_sizes_on_the_device(lengths: list[int], num_pads: int, dtype: torch.dtype) -> None:
-    slots = [0 if n == 0 else len(lengths) - r for r, n in enumerate(lengths)]
-    check(make_case((16, 32, 128, 128, 4), dtype, lengths, slots, num_pads), gdn.gated_delta_net, ACCELERATOR)

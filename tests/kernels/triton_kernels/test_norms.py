@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from drawn import given, st
 
 from vllm.kernels import reference
 from vllm.kernels.reference_gdn import rms_norm_gated_ref
 
 pytest.importorskip("triton")
-from row_cases import ACCELERATOR, DTYPES, NAN, around, assert_close, few, nan_rows, on_a_device, randn, wide_rows
+from row_cases import DTYPES, NAN, around, assert_close, few, nan_rows, randn, wide_rows
 
 from vllm.kernels.triton import fused_add_rms_norm, norms, rms_norm, rms_norm_gated
 
@@ -120,15 +119,3 @@ def test_what_is_out_of_range_is_refused_before_anything_is_written():
     with pytest.raises(AssertionError, match=r"\(2,\).*needed \(3,\)"):
         rms_norm(x[:, :3], torch.ones(2), 1e-6)
     assert rms_norm(x[:0, :3], torch.ones(3), 1e-6).shape == (0, 3)
-
-
-@on_a_device
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("T", [1, 26, 777])
-def test_real_sizes_on_the_device(T, dtype):
-    for wide_weight in (False, True):
-        for D in (2048, 2880, 7168):
-            check_rms_norm(T, 0, D, dtype, wide_weight, "beside", ACCELERATOR)
-            check_fused_add(T, D, dtype, wide_weight, True, ACCELERATOR)
-        check_rms_norm(T, 40, 128, dtype, wide_weight, "x", ACCELERATOR)
-    check_gated(T, 32, 128, torch.float32, dtype, "beside", ACCELERATOR)

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from drawn import given, st
 
 from vllm.kernels import ops, reference
 
 pytest.importorskip("triton")
-from row_cases import ACCELERATOR, DTYPES, NAN, around, assert_close, few, on_a_device, randn, wide_rows
+from row_cases import DTYPES, NAN, around, assert_close, few, randn, wide_rows
 
 from vllm.kernels.triton import rotary_embedding
 
@@ -107,12 +106,3 @@ def test_twin_reads_what_it_has_not_yet_written():
         rotary_embedding(torch.arange(3), *mine, table(3, 8), interleaved)
         reference.rotary_embedding(torch.arange(3), *twins, table(3, 8), interleaved)
         torch.testing.assert_close(mine, twins)
-
-
-@on_a_device
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("T", [1, 26, 777])
-def test_real_sizes_on_the_device(T, dtype):
-    for interleaved in (False, True):
-        for heads, sizes in (((32, 8), (128, 128)), ((16, 2), (256, 64)), ((128, 1), (64, 64))):
-            check(T, *heads, *sizes, interleaved, dtype, ACCELERATOR, P=40960)

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from drawn import given, st
 
 from vllm.kernels import ops, reference
 from vllm.model_executor.layers.fused_moe import Router
 
 pytest.importorskip("triton")
-from row_cases import ACCELERATOR, DTYPES, NAN, few, on_a_device, randn, wide_rows
+from row_cases import DTYPES, NAN, few, interpreted, randn, wide_rows
 
 from vllm.kernels import triton as operators
 
@@ -89,6 +88,7 @@ def test_of_equal_experts_the_lowest_is_taken(scoring):
     assert torch.equal(ids.long(), in_order.indices[:, :5])
 
 
+@interpreted("invalid value encountered in subtract")
 @pytest.mark.parametrize("scoring", ["topk_softmax", "topk_sigmoid"])
 def test_a_real_row_of_nan_names_experts_that_exist_and_stays_nan(scoring):
     logits = randn(3, 6)
@@ -221,13 +221,3 @@ def test_misuse_is_named():
     with pytest.raises(AssertionError, match="one element"):
         operators.topk_softmax(torch.zeros(2, 8), 2, True, torch.tensor([2, 2]))
     assert operators.topk_softmax(torch.zeros(0, 8), 2, True, 0)[1].shape == (0, 2)
-
-
-@on_a_device
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [(1, 0), (26, 4), (777, 23), (0, 5)])
-def test_real_sizes_on_the_device(rows, dtype):
-    for E, K in ((8, 2), (64, 6), (128, 8), (256, 8)):
-        for scoring in ("softmax", "sigmoid", "sigmoid with bias"):
-            for count_on in ("host", "one"):
-                check(rows, E, K, scoring, True, dtype, count_on, ACCELERATOR)

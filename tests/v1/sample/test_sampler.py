@@ -12,12 +12,12 @@ import torch
 from scipy.stats import chisquare
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from vllm.kernels import reference_sampling
+from vllm.kernels.reference_sampling import random_bits, row_max, uniform_noise
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
-from vllm.v1.sample.ops import topk_topp_sampler
-from vllm.v1.sample.ops.topk_topp_sampler import row_max
 from vllm.v1.sample.sampler import Sampler, process_logits
-from vllm.v1.sample.state import SamplingState, uniform_noise
+from vllm.v1.sample.state import SamplingState
 
 NEVER = -1
 
@@ -126,7 +126,7 @@ def test_limits_beyond_the_first_selection(limits):
     params = SamplingParams(**limits)
     logits = torch.randn(1500, generator=torch.Generator().manual_seed(3)) / 2
     probabilities = exact(logits.double().tolist(), params)
-    assert (probabilities > 0).sum() > topk_topp_sampler._SELECT
+    assert (probabilities > 0).sum() > reference_sampling._SELECT
     assert_distributed(draws(logits, params, 15_000), probabilities)
 
 
@@ -135,7 +135,7 @@ def test_the_ends_of_the_noise_pick_possible_tokens():
     weights = torch.zeros(2, 1000)
     weights[:, [300, 301, 699]] = torch.tensor([1e-3, 1.0, 1e-12])
     noise = torch.tensor([0.0, np.nextafter(1.0, 0.0)], dtype=torch.float64)
-    token_ids, found = topk_topp_sampler.random_choice(weights, noise)
+    token_ids, found = reference_sampling.random_choice(weights, noise)
     assert token_ids[0] == 300
     assert token_ids[1] in (301, 699)
     assert found.all()
@@ -269,8 +269,8 @@ def test_an_unseeded_request_keeps_its_stream_through_preemptions():
 
 
 def test_seed_and_position_both_matter():
-    seeds, positions = np.meshgrid(np.arange(60, dtype=np.uint64), np.arange(60, dtype=np.uint64))
-    noise = uniform_noise(seeds, positions)
+    seeds, positions = torch.meshgrid(torch.arange(60), torch.arange(60), indexing="xy")
+    noise = uniform_noise(seeds, positions).numpy()
     assert noise.min() >= 0
     assert noise.max() < 1
     assert len(np.unique(noise)) == noise.size
@@ -281,10 +281,29 @@ def test_seed_and_position_both_matter():
 
 def test_splitmix64_reference_values():
     """First outputs for state 0 of the published C program by S. Vigna, from which the stream is defined."""
-    from vllm.v1.sample.state import _GOLDEN, _mix
+    states = torch.arange(1, 4) * reference_sampling._GOLDEN
+    expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert [z % 2**64 for z in reference_sampling._mix(states).tolist()] == expected
+    # The stream of seed 0 is that of the mixed seed, which is 0.
+    assert torch.equal(random_bits(torch.zeros(3, dtype=torch.int64), torch.arange(3)), reference_sampling._mix(states))
 
-    states = np.arange(1, 4, dtype=np.uint64) * _GOLDEN
-    assert _mix(states).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+
+def test_noise_is_the_first_bits_whatever_holds_it():
+    """By hand in Python's own integers; as fp32 the largest is still below 1."""
+    seeds, positions = [0, 5, -1, -(2**63), 2**63 - 1], [0, 1, 2, 10**6, 2**31]
+
+    def mix(z):
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        return z ^ (z >> 31)
+
+    bits = [
+        mix((mix(s % 2**64) + (at + 1) * 0x9E3779B97F4A7C15) % 2**64) for s, at in zip(seeds, positions, strict=True)
+    ]
+    given = torch.tensor(seeds), torch.tensor(positions)
+    assert [z % 2**64 for z in random_bits(*given).tolist()] == bits
+    assert uniform_noise(*given).tolist() == [(z >> 11) * 2.0**-53 for z in bits]
+    assert uniform_noise(*given, torch.float32).tolist() == [(z >> 40) * 2.0**-24 for z in bits]
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -484,9 +503,7 @@ def test_metadata_is_reused_until_a_row_changes():
     state.add_row(3, request(SamplingParams(seed=1)))
     mixed = state.make_metadata()
     assert not mixed.all_greedy
-    assert not mixed.all_random
-    assert mixed.greedy.tolist() == [True, True, True, False]
-    assert state.make_metadata([3]).all_random
+    assert mixed.temperature.tolist() == [0, 0, 0, 1]
     assert state.make_metadata([0, 2]).all_greedy
 
 
@@ -552,14 +569,13 @@ def params_at_one(params: SamplingParams) -> SamplingParams:
 def test_the_distribution_is_exact_without_fp64(monkeypatch):
     """Sums and noise in fp32; the largest noise is still below 1."""
     vocab_size, num_draws = 300, 20000
+    monkeypatch.setattr(reference_sampling, "_real", lambda x: torch.float32)
     logits = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(3)) * 2
     params = SamplingParams(temperature=1.0, top_p=0.9, top_k=200)
-    state = SamplingState(num_draws, vocab_size, real=torch.float32)
-    for row in range(num_draws):
-        state.add_row(row, request(params))
-    metadata = state.make_metadata()
-    assert metadata.noise.dtype == metadata.top_p.dtype == torch.float32
+    metadata = state_of([request(params) for _ in range(num_draws)], vocab_size).make_metadata()
+    assert metadata.top_p.dtype == torch.float32
     tokens = Sampler()(logits.expand(num_draws, -1), metadata).sampled_token_ids
     assert_distributed(np.bincount(tokens, minlength=vocab_size), exact(logits[0].tolist(), params))
-    monkeypatch.setattr("vllm.v1.sample.state.uniform_noise", lambda seeds, _: np.full(len(seeds), 1 - 2.0**-53))
-    assert state.make_metadata().noise.max() < 1
+    monkeypatch.setattr(reference_sampling, "random_bits", lambda seeds, _: 0 * seeds - 1)
+    for real in (torch.float32, torch.float64):
+        assert uniform_noise(metadata.seeds, metadata.positions, real).max() < 1

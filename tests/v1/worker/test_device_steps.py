@@ -10,6 +10,7 @@ from typing import Any
 
 import late_device
 import launcher
+import numpy as np
 import pytest
 import rank_checks
 import tiny_hybrids as hybrids
@@ -19,7 +20,9 @@ import torch
 from vllm import SamplingParams
 from vllm.kernels import reference
 from vllm.v1 import transfers
+from vllm.v1.sample import state
 from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker.input_buffers import InputBuffers, PersistentBuffer
 
 ENDS_A_STEP = "event in v1/transfers.py:wait"
 BEFORE_A_FILL = "event in v1/transfers.py:filling"
@@ -67,6 +70,62 @@ def test_staging_memory_is_written_in_its_turn_only(monkeypatch: pytest.MonkeyPa
         with pytest.raises(AssertionError, match=r"outside InputBuffers\.filling: a copy may be reading it"):
             llm.llm_engine.worker.runner.buffers.positions.fill([1], 1)
         llm.shutdown()
+
+
+def test_of_the_block_table_the_columns_in_use_are_uploaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 requests of up to 131,072 tokens have a table of 4 MB; its rows stay where they are, whatever is uploaded."""
+    width = 131072 // 16
+    table = np.arange(128 * width, dtype=np.int32).reshape(128, width)
+    with late_device.stand_in(monkeypatch) as device, torch.inference_mode():
+        buffers = InputBuffers(256, 128, width, late_device.HERE)
+        device.waits.clear()
+        device.bytes_uploaded, seen = 0, []
+        for rows, num_columns, num_padded in (([5, 3], 3, 4), (list(range(128)), 40, 128), ([127], 1, 2)):
+            with buffers.filling():
+                seen.append(buffers.block_table.fill_columns(table, np.array(rows), num_columns, num_padded))
+        assert device.bytes_uploaded == 4 * (4 * 3 + 128 * 40 + 2)
+        assert {x.stride() for x in seen} == {(width, 1)}
+        assert {x.data_ptr() for x in seen} == {buffers.block_table.device.data_ptr()}
+        # The third step's memory is the first one's again.
+        assert device.waits == {BEFORE_A_FILL: 1}
+        held = buffers.block_table.device.cpu()
+    first = table[list(range(128)), :40].copy()
+    first[:2, :1] = [[127 * width], [0]]
+    assert held[:, :40].tolist() == first.tolist()
+    assert not held[:, 40:].any()
+
+
+def test_uploads_of_a_decode_do_not_grow_with_the_longest_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    uploaded = []
+    with late_device.stand_in(monkeypatch) as device:
+        for num_blocks in (4, 16):
+            llm = tiny.make_llm("qwen3", max_model_len=16 * num_blocks, block_size=16)
+            num_columns = llm.llm_engine.worker.runner.buffers.block_table.device.shape[1]
+            device.bytes_uploaded = 0
+            tokens = tiny.tokens(tiny.generate(llm, [tiny.prompt(20)], 4))
+            uploaded.append(device.bytes_uploaded)
+            llm.shutdown()
+            assert num_columns == num_blocks
+            assert tokens == [tiny.greedy("qwen3", tiny.prompt(20), 4)]
+    assert uploaded[0] == uploaded[1]
+
+
+def test_whole_rows_of_the_block_table_may_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a captured step will be. What no request of the step has is a block that does not exist."""
+    fill = PersistentBuffer.fill_columns
+
+    def whole(self: PersistentBuffer, table: Any, rows: Any, num_columns: int, num_padded: int) -> torch.Tensor:
+        given = fill(self, table, rows, num_columns, num_padded)
+        self.device[:num_padded, num_columns:] = 1 << 20
+        return self.device[: len(given)]
+
+    monkeypatch.setattr(PersistentBuffer, "fill_columns", whole)
+    with late_device.stand_in(monkeypatch):
+        llm = tiny.make_llm("qwen3", block_size=16)
+        prompts = [tiny.prompt(40), tiny.prompt(7), tiny.prompt(17)]
+        tokens = tiny.tokens(tiny.generate(llm, prompts, 6))
+        llm.shutdown()
+    assert tokens == [tiny.greedy("qwen3", prompt, 6) for prompt in prompts]
 
 
 # --- what a step waits for --------------------------------------------------------------------------------------------
@@ -125,6 +184,36 @@ def test_one_wait_a_step_whatever_is_sampled(monkeypatch: pytest.MonkeyPatch) ->
     assert waits == [{ENDS_A_STEP: 1}] * (NUM_TOKENS * len(KINDS))
 
 
+@pytest.mark.parametrize(("kwargs", "given"), [(KINDS["greedy"], []), (KINDS["random"], [torch.int64] * 4)])
+def test_a_decode_step_copies_what_it_drew_and_no_parameters(
+    kwargs: dict[str, Any], given: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the host a token id a request, and whether it means something; to the device, of random rows, positions."""
+    there: list[torch.dtype] = []
+    back: list[torch.dtype] = []
+    move, add = state.to_device, transfers.HostCopies.add
+    monkeypatch.setattr(state, "to_device", lambda x, device: there.append(x.dtype) or move(x, device))
+
+    def added(self: Any, x: torch.Tensor | None) -> torch.Tensor | None:
+        back.extend([] if x is None else [x.dtype])
+        assert x is None or x.shape == (2,)
+        return add(self, x)
+
+    monkeypatch.setattr(transfers.HostCopies, "add", added)
+    llm = tiny.make_llm("qwen3")
+    params = SamplingParams(max_tokens=5, ignore_eos=True, detokenize=False, **kwargs)
+    for i in range(2):
+        llm.llm_engine.add_request(str(i), {"prompt_token_ids": list(tiny.prompt(9))}, params)
+    llm.llm_engine.step()
+    there.clear()
+    back.clear()
+    for _ in range(4):
+        llm.llm_engine.step()
+    llm.shutdown()
+    assert there == given
+    assert back == [torch.int64, torch.bool] * 4
+
+
 @pytest.mark.parametrize("name", ["mixtral", "qwen3.5-moe"])
 def test_one_wait_a_step_with_experts_and_states(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     models = tiny if name in tiny.CHECKPOINTS else hybrids
@@ -137,8 +226,8 @@ def test_one_wait_a_step_with_experts_and_states(name: str, monkeypatch: pytest.
     assert device.waits == {ENDS_A_STEP: 5}
 
 
-def rank_on_device(name: str, tp: int, dp: int) -> tuple[list[tuple[int, ...]], dict[str, int]]:
-    """DP rank 1 idles in the last steps; the policies are those of XPUs, without the barrier, for which hosts wait."""
+def rank_on_device(name: str, tp: int, dp: int) -> tuple[list[tuple[int, ...]], dict[str, int], int]:
+    """DP rank 1 idles in the last steps; the policies are those of XPUs."""
     from test_step import make_llm
 
     models = tiny if name in tiny.CHECKPOINTS else hybrids
@@ -146,10 +235,11 @@ def rank_on_device(name: str, tp: int, dp: int) -> tuple[list[tuple[int, ...]], 
         llm = make_llm(models.checkpoint(name), tp, dp)
         device.waits.clear()
         rank = rank_checks.own_rank() // tp
-        tokens = tiny.tokens(tiny.generate(llm, [tiny.prompt(9 + rank)], 6 - 2 * rank))
+        with rank_checks.observed() as ledger:
+            tokens = tiny.tokens(tiny.generate(llm, [tiny.prompt(9 + rank)], 6 - 2 * rank))
         waits = dict(device.waits)
         llm.shutdown()
-    return tokens, waits
+    return tokens, waits, [record.op for record in ledger.records].count("barrier")
 
 
 @pytest.mark.multiprocess
@@ -157,9 +247,10 @@ def rank_on_device(name: str, tp: int, dp: int) -> tuple[list[tuple[int, ...]], 
 def test_ranks_on_devices_wait_for_nothing_but_tokens(name: str, tp: int, dp: int) -> None:
     """Every device has done its work by the time that its host asks, so any wait is another one."""
     models = tiny if name in tiny.CHECKPOINTS else hybrids
-    found = launcher.run_ranks(rank_on_device, tp * dp, name, tp, dp, env={"VLLM_MOE_BARRIER": "0"})
-    for rank, (tokens, waits) in enumerate(found):
+    found = launcher.run_ranks(rank_on_device, tp * dp, name, tp, dp)
+    for rank, (tokens, waits, barriers) in enumerate(found):
         assert waits == {}
+        assert barriers > 0
         dp_rank = rank // tp
         assert tokens == [models.greedy(name, tiny.prompt(9 + dp_rank), 6 - 2 * dp_rank)]
 
@@ -212,7 +303,7 @@ def test_profiling_runs_attention_states_and_sampler_at_their_largest(
         llm.shutdown()
     assert forms["paged_attention"] == [([1], [128]), ([1] * 4, [128] * 4), ([48], [128])]
     assert forms["gated_delta_net"] == [([1], [1]), ([1] * 4, [1] * 4), ([48], [1])]
-    assert [rows for rows, _ in largest] == [4]
+    assert [rows for rows, _ in largest] == [4, 4], "without penalties and with them"
     assert tokens == [hybrids.greedy("qwen3.5-moe", tiny.prompt(9), 4)], "a state of profiling was left"
     assert blocks == {planned}
 

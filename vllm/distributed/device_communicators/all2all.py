@@ -79,8 +79,8 @@ class AgRsAll2AllManager:
 
     Args:
         ep, dp, tp: this rank's groups; ``ep`` of one rank means that expert parallelism is off.
-        barrier: wait on the device group before each of the two collectives, so that a rank that is late at routing
-            is waited for in a barrier and not inside the collective (the XPU policy).
+        barrier: a barrier on the device group before each of the two collectives, so that a rank that is late at
+            routing is waited for in it and not inside the collective (the XPU policy). The devices wait, not the hosts.
         sequence_parallel_bytes: see the module's text.
     """
 
@@ -150,7 +150,7 @@ class AgRsAll2AllManager:
         if route.sizes is None:
             return self.tp.all_reduce(expert_output)
         if self.barrier:
-            self.ep.barrier()
+            self.ep.queue_barrier()
         if route.is_sequence_parallel:
             own_S = self.ep.reduce_scatterv(expert_output, 0, route.sizes)
             return self.tp.all_gather(own_S, 0)[: route.num_tokens_padded]
@@ -194,7 +194,7 @@ class AgRsAll2AllManager:
             sizes = tuple(num_tokens_across_dp)
             first_row = sum(sizes[: self.dp.rank_in_group])
         if self.barrier:
-            group.barrier()
+            group.queue_barrier()
         gathered = group.all_gatherv(list(tensors), 0, sizes)
         return gathered, DispatchRoute(sizes, sequence_parallel, rows, first_row)
 

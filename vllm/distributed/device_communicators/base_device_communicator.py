@@ -13,6 +13,7 @@ Shape suffixes: W ranks of the group, N own rows, R rows of all ranks, M largest
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -278,6 +279,21 @@ class DeviceCommunicatorBase:
         if flat.data_ptr() != input_.data_ptr():
             input_.copy_(flat.view(input_.shape))
         return input_
+
+    @functools.cached_property
+    def _nothing(self) -> torch.Tensor:
+        with torch.inference_mode(False):  # written in and out of it
+            return torch.zeros(1, device=self.device)
+
+    def queue_barrier(self) -> None:
+        """What this rank queues on its device after this begins once all ranks' devices have come this far.
+
+        A sum of one zero, of which no rank has its result before each has given its own: what a barrier is to XCCL and
+        NCCL as well, without the host's wait for it. Where host and device are one, the host waits.
+        """
+        if self.world_size > 1:
+            with self._recorded("barrier", ()):
+                self._run(dist.all_reduce, self._nothing)
 
     def barrier(self) -> None:
         """Wait until every rank of the group is here, device work included where the backend runs on the device."""

@@ -19,6 +19,12 @@ from vllm.kernels.cpu.ops import (
     silu_and_mul,
     unpack_linear_weight,
 )
+from vllm.kernels.cpu.quantized import (
+    pack_quantized_weight,
+    quantized_embedding,
+    quantized_experts,
+    quantized_linear,
+)
 
 __all__ = [
     "embedding",
@@ -30,7 +36,11 @@ __all__ = [
     "linear",
     "pack_expert_weights",
     "pack_linear_weight",
+    "pack_quantized_weight",
     "paged_attention",
+    "quantized_embedding",
+    "quantized_experts",
+    "quantized_linear",
     "repack_expert_weight",
     "reshape_and_cache",
     "rms_norm",

@@ -135,9 +135,6 @@ def build() -> Path:
 def load() -> ctypes.CDLL | None:
     """The kernels, or None (with one log line) where the plain torch twins run instead."""
     limit_openmp_spinning()
-    if not envs.VLLM_CPU_KERNELS:
-        logger.info("VLLM_CPU_KERNELS=0: plain torch operations instead of the CPU kernels")
-        return None
     try:
         return ctypes.CDLL(str(build()))
     except (BuildError, OSError) as error:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from vllm.kernels.cpu import build
 from vllm.kernels.memory import huge_page_empty
+from vllm.kernels.quantized import QuantizedWeight
 from vllm.kernels.weights import PackedExperts, PackedWeight, rows_in_range
 from vllm.logger import init_logger
 
@@ -50,8 +51,8 @@ def _at(tensor: Tensor) -> int:
 # A kernel takes one packed record of 8-byte fields, as its ``...Args`` in csrc has them: converting a dozen arguments
 # one by one would cost ctypes more than most calls compute.
 _i7, _i8, _i12 = struct.Struct("7q").pack, struct.Struct("8q").pack, struct.Struct("12q").pack
-_i16, _i19 = struct.Struct("16q").pack, struct.Struct("19q").pack
-_i15_f, _i27_f = struct.Struct("15qd").pack, struct.Struct("27qd").pack
+_i16, _i19, _i21 = (struct.Struct(f"{n}q").pack for n in (16, 19, 21))
+_i15_f, _i30_f = struct.Struct("15qd").pack, struct.Struct("30qd").pack
 _FUNCTIONS = (
     "vc_panel_width",
     "vc_matrix_unit",
@@ -65,6 +66,11 @@ _FUNCTIONS = (
     "vc_reshape_and_cache",
     "vc_paged_attention",
     "vc_fused_experts",
+    "vc_quantized_panel",
+    "vc_pack_quantized",
+    "vc_quantized_linear",
+    "vc_quantized_embedding",
+    "vc_quantized_experts",
 )
 
 
@@ -75,6 +81,7 @@ def _kernels() -> Any:
     if library is not None:
         for name in _FUNCTIONS:
             getattr(library, name).argtypes = [ctypes.c_char_p]
+        library.vc_quantized_panel.restype = ctypes.c_int64
         if library.vc_matrix_unit(None) == 2:
             logger.warning("the processor's matrix unit failed its test, the vector kernels run bfloat16 instead")
     return library
@@ -162,6 +169,17 @@ def _panels(packed: PackedWeight | PackedExperts) -> None:
 
 def linear(x_TK: Tensor, packed: PackedWeight, bias_N: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     _panels(packed)
+    return run_linear(_kernels().vc_linear, x_TK, packed, packed.address, bias_N, out)
+
+
+def run_linear(
+    kernel: Any,
+    x_TK: Tensor,
+    packed: PackedWeight | QuantizedWeight,
+    address: int,
+    bias_N: Tensor | None,
+    out: Tensor | None,
+) -> Tensor:
     T, K = x_TK.shape
     x0, x1 = x_TK.stride()
     N, dtype = packed.N, packed.dtype
@@ -182,9 +200,7 @@ def linear(x_TK: Tensor, packed: PackedWeight, bias_N: Tensor | None = None, out
         )
         bias = _at(bias_N)
     if T:
-        _kernels().vc_linear(
-            _i12(code, out_code, T, N, K, _at(x_TK), x0, packed.address, bias, _at(out), out0, _threads())
-        )
+        kernel(_i12(code, out_code, T, N, K, _at(x_TK), x0, address, bias, _at(out), out0, _threads()))
     return out
 
 
@@ -309,40 +325,41 @@ def rotary_embedding(
     assert not bad, f"positions from {positions_T.min()} to {positions_T.max()} do not fit a cache of {P}"
 
 
-def _caches(key_cache: Tensor, value_cache: Tensor, J: int, D: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """(num_blocks, block_size, then the strides of a block and of a head in both caches) of caches that fit."""
-    blocks, _, block_size, _ = shape = key_cache.shape
-    assert shape == value_cache.shape == (blocks, J, block_size, D), (
-        f"caches are {shape}, {value_cache.shape}, needed {(blocks, J, block_size, D)}"
+def _cache(cache: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, int, int]:
+    """The strides of a block, of a head and of a slot of a cache that fits."""
+    assert cache.shape == shape and cache.dtype is dtype, (
+        f"a cache is {cache.shape} {cache.dtype}, needed {shape} {dtype}"
     )
-    assert key_cache.dtype is dtype and value_cache.dtype is dtype, (
-        f"caches are {key_cache.dtype}, {value_cache.dtype}, needed {dtype}"
-    )
-    (kc0, kc1, kc2, kc3), (vc0, vc1, vc2, vc3) = key_cache.stride(), value_cache.stride()
-    assert kc3 == vc3 == 1 and kc2 == vc2 == D, (
-        f"cache strides are {key_cache.stride()}, {value_cache.stride()}, a block's head must be contiguous"
-    )
-    return blocks, block_size, kc0, kc1, vc0, vc1
+    c0, c1, c2, c3 = cache.stride()
+    assert c3 == 1, f"cache strides are {cache.stride()}, the last must be 1"
+    return c0, c1, c2
 
 
 def reshape_and_cache(
-    k_TJD: Tensor, v_TJD: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping_T: Tensor
+    k_TJD: Tensor, v_TJD: Tensor | None, key_cache: Tensor, value_cache: Tensor | None, slot_mapping_T: Tensor
 ) -> None:
     kernels = _kernels()
     T, J, D = shape = k_TJD.shape
-    dtype = k_TJD.dtype
-    assert v_TJD.shape == shape and v_TJD.dtype is dtype, f"k is {shape} {dtype}, v is {v_TJD.shape} {v_TJD.dtype}"
-    blocks, block_size, kc0, kc1, vc0, vc1 = _caches(key_cache, value_cache, J, D, dtype)
-    (k0, k1, k2), (v0, v1, v2) = k_TJD.stride(), v_TJD.stride()
-    assert k2 == v2 == 1, f"last strides are {k2}, {v2}, needed 1"
+    dtype, n = k_TJD.dtype, k_TJD.dtype.itemsize
+    blocks, _, block_size, _ = key_cache.shape
+    k0, k1, k2 = k_TJD.stride()
+    kc0, kc1, kc2 = _cache(key_cache, (blocks, J, block_size, D), dtype)
+    v = values = v0 = v1 = vc0 = vc1 = vc2 = 0
+    if v_TJD is not None:
+        assert value_cache is not None, f"v is {v_TJD.shape}, and there is no cache for it"
+        assert v_TJD.shape == shape and v_TJD.dtype is dtype, f"k is {shape} {dtype}, v is {v_TJD.shape} {v_TJD.dtype}"
+        v0, v1, v2 = v_TJD.stride()
+        assert v2 == 1, f"last stride of v is {v2}, needed 1"
+        vc0, vc1, vc2 = _cache(value_cache, (blocks, J, block_size, D), dtype)
+        v, values = _at(v_TJD), _at(value_cache)
+    assert k2 == 1, f"last stride of k is {k2}, needed 1"
     assert slot_mapping_T.shape == (T,) and slot_mapping_T.dtype is torch.int64 and slot_mapping_T.is_contiguous(), (
         f"slots are {slot_mapping_T.shape} {slot_mapping_T.dtype}, needed int64 {(T,)}"
     )
-    n = dtype.itemsize
     bad = kernels.vc_reshape_and_cache(
-        _i19(
-            T, J, D * n, blocks, block_size, _at(k_TJD), k0 * n, k1 * n, _at(v_TJD), v0 * n, v1 * n,
-            _at(key_cache), kc0 * n, kc1 * n, _at(value_cache), vc0 * n, vc1 * n,
+        _i21(
+            T, J, D * n, blocks, block_size, _at(k_TJD), k0 * n, k1 * n, v, v0 * n, v1 * n,
+            _at(key_cache), kc0 * n, kc1 * n, kc2 * n, values, vc0 * n, vc1 * n, vc2 * n,
             _at(slot_mapping_T), _threads(),
         )
     )  # fmt: skip
@@ -370,18 +387,16 @@ def paged_attention(
     kernels = _kernels()
     if sinks is not None or soft_cap:
         raise NotImplementedError(f"the C++ kernel has neither sinks ({sinks is not None}) nor a soft cap ({soft_cap})")
-    if key_cache.shape[-1] != value_cache.shape[-1]:
-        sizes = f"{key_cache.shape[-1]} and {value_cache.shape[-1]}"
-        raise NotImplementedError(f"the C++ kernel takes keys and values of one head size, not {sizes}")
     R = query_start_loc.shape[0] - 1 if num_reqs is None else num_reqs
     T, H, D = shape = q_THD.shape
-    J, dtype = key_cache.shape[1], q_THD.dtype
+    (blocks, J, block_size, _), DV, dtype = key_cache.shape, value_cache.shape[3], q_THD.dtype
     table_rows, table_blocks = block_table.shape
     assert H % J == 0, f"{H} query heads are no multiple of {J} key-value heads"
-    assert out_THD.shape == shape and out_THD.dtype is dtype, (
-        f"out is {out_THD.shape} {out_THD.dtype}, q {shape} {dtype}"
+    assert out_THD.shape == (T, H, DV) and out_THD.dtype is dtype, (
+        f"out is {out_THD.shape} {out_THD.dtype}, q {shape} {dtype}, values {value_cache.shape}"
     )
-    blocks, block_size, kc0, kc1, vc0, vc1 = _caches(key_cache, value_cache, J, D, dtype)
+    kc0, kc1, kc2 = _cache(key_cache, (blocks, J, block_size, D), dtype)
+    vc0, vc1, vc2 = _cache(value_cache, (blocks, J, block_size, DV), dtype)
     (q0, q1, q2), (o0, o1, o2) = q_THD.stride(), out_THD.stride()
     assert q2 == o2 == 1, f"last strides are {q2}, {o2}, needed 1"
     assert block_table.dtype is query_start_loc.dtype is seq_lens.dtype is torch.int32, (
@@ -393,10 +408,10 @@ def paged_attention(
         f"{R} requests, tables for {table_rows}, {query_start_loc.shape[0] - 1}, {seq_lens.shape[0]}"
     )
     bad = kernels.vc_paged_attention(
-        _i27_f(
-            _CODE[dtype], _at(q_THD), q0, q1, _at(key_cache), kc0, kc1, _at(value_cache), vc0, vc1,
-            _at(block_table), table0, _at(query_start_loc), _at(seq_lens), R, T, H, J, D, blocks,
-            block_size, table_blocks, sliding_window, _at(out_THD), o0, o1, _threads(), scale,
+        _i30_f(
+            _CODE[dtype], _at(q_THD), q0, q1, _at(key_cache), kc0, kc1, kc2, _at(value_cache), vc0, vc1, vc2,
+            _at(block_table), table0, _at(query_start_loc), _at(seq_lens), R, T, H, J, D, DV, blocks, block_size,
+            table_blocks, sliding_window, _at(out_THD), o0, o1, _threads(), scale,
         )
     )  # fmt: skip
     assert not bad, (
@@ -455,6 +470,24 @@ def fused_experts(
     activation: str = "silu",
 ) -> Tensor:
     _panels(w13)
+    addresses = _at(w13.data), _at(w2.data)
+    rows = x_TD, topk_ids_TS, topk_weights_TS, out
+    return run_experts(_kernels().vc_fused_experts, addresses, w13, w2, *rows, b13, b2, activation)
+
+
+def run_experts(
+    kernel: Any,
+    addresses: tuple[int, int],
+    w13: PackedExperts | QuantizedWeight,
+    w2: PackedExperts | QuantizedWeight,
+    x_TD: Tensor,
+    topk_ids_TS: Tensor,
+    topk_weights_TS: Tensor,
+    out: Tensor | None,
+    b13: Tensor | None,
+    b2: Tensor | None,
+    activation: str,
+) -> Tensor:
     T, D = x_TD.shape
     E, I = w13.E, w2.K
     dtype = x_TD.dtype
@@ -472,10 +505,10 @@ def fused_experts(
     assert out.shape == (T, D) and out.dtype is dtype, f"out is {out.shape} {out.dtype}, needed {(T, D)} {dtype}"
     assert x_TD.stride(1) == 1 and out.stride(1) == 1, f"last strides are {x_TD.stride(1)}, {out.stride(1)}, needed 1"
     topk_ids_TS, topk_weights_TS = topk_ids_TS.contiguous(), topk_weights_TS.contiguous()
-    bad = _kernels().vc_fused_experts(
+    bad = kernel(
         _i19(
             _CODE[dtype], topk_ids_TS.dtype is torch.int64, T, S, E, I, D, _at(x_TD), x_TD.stride(0),
-            _at(w13.data), _at(w2.data), _at(topk_ids_TS), _at(topk_weights_TS),
+            *addresses, _at(topk_ids_TS), _at(topk_weights_TS),
             _at(out), out.stride(0), _threads(), _bias(b13, (E, 2 * I)), _bias(b2, (E, D)),
             ("silu", "swigluoai").index(activation),
         )

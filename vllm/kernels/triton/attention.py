@@ -10,7 +10,7 @@ time, cut at absolute positions (online softmax: Milakov and Gimelshein 2018; ti
 queries may split their keys over programs, whose sums ``_merge`` adds in rising order. How often they may is fixed by
 shapes alone; how many of these programs have work, by the request's own length.
 
-The kernels have been proven in Triton's interpreter and compiled for CUDA; no hardware has run them yet.
+The kernels have been proven in Triton's interpreter and compiled for CUDA and XPU; no hardware has run them yet.
 """
 
 from __future__ import annotations
@@ -455,6 +455,14 @@ def paged_attention(
                 out_THD, sums, peaks, query_start_loc, seq_lens, R, cut.most, sliding_window, *out_THD.stride()[:2],
                 COLUMNS=columns, num_warps=1 if plan.splits <= 8 else 4, **common,
             )  # fmt: skip
+
+
+def paged_attention_forms(num_tokens: int, num_reqs: int, max_model_len: int) -> list[tuple[int, int, int]]:
+    """Splits double with the context up to their limit, which is highest for the fewest requests; 33 rows of two
+    requests are more than a tile for few queries takes of each, whatever the heads."""
+    contexts = sorted({min(256 << i, max_model_len) for i in range(MAX_SPLITS.bit_length())})
+    rows = [(1, 1)] + [(min(num_tokens, 33), 2)] * (num_reqs > 1 and num_tokens > 1)
+    return [(T, R, context) for T, R in rows for context in contexts]
 
 
 def paged_attention_workspace(

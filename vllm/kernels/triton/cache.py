@@ -16,7 +16,7 @@ _MOST_ELEMENTS = 32768  # that a program holds
 @triton.jit
 def _write_kernel(
     k, k0, k1, v, v0, v1, keys, keys0, keys1, keys2, values, values0, values1, values2, slots, block_size, J, D,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    VALUES: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + t).to(tl.int64)
@@ -26,12 +26,13 @@ def _write_kernel(
         live = (j < J) & (d < D)
         key = tl.load(k + t * k0 + j * k1 + d, live)
         tl.store(keys + block * keys0 + j * keys1 + offset * keys2 + d, key, live)
-        value = tl.load(v + t * v0 + j * v1 + d, live)
-        tl.store(values + block * values0 + j * values1 + offset * values2 + d, value, live)
+        if VALUES:
+            value = tl.load(v + t * v0 + j * v1 + d, live)
+            tl.store(values + block * values0 + j * values1 + offset * values2 + d, value, live)
 
 
 def reshape_and_cache(
-    k_TJD: Tensor, v_TJD: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping_T: Tensor
+    k_TJD: Tensor, v_TJD: Tensor | None, key_cache: Tensor, value_cache: Tensor | None, slot_mapping_T: Tensor
 ) -> None:
     T, J, D = shape = k_TJD.shape
     dtype, block_size = k_TJD.dtype, key_cache.shape[2]
@@ -39,12 +40,13 @@ def reshape_and_cache(
     if heads * block > _MOST_ELEMENTS:
         raise NotImplementedError(f"{J} heads of size {D}, the most is {_MOST_ELEMENTS} elements")
     fits("k", k_TJD, shape, dtype)
-    fits("v", v_TJD, shape, dtype)
-    for cache in (key_cache, value_cache):
+    v, values = (k_TJD, key_cache) if v_TJD is None or value_cache is None else (v_TJD, value_cache)
+    fits("v", v, shape, dtype)
+    for cache in (key_cache, values):
         fits("a cache", cache, (key_cache.shape[0], J, block_size, D), dtype)
     fits("slot_mapping", slot_mapping_T, (T,), torch.int64)
     if T:
         _write_kernel[(T,)](
-            k_TJD, *rows_of(k_TJD)[2:], v_TJD, *rows_of(v_TJD)[2:], key_cache, *key_cache.stride()[:3],
-            value_cache, *value_cache.stride()[:3], slot_mapping_T, block_size, J, D, heads, block,
+            k_TJD, *rows_of(k_TJD)[2:], v, *rows_of(v)[2:], key_cache, *key_cache.stride()[:3],
+            values, *values.stride()[:3], slot_mapping_T, block_size, J, D, v is v_TJD, heads, block,
         )  # fmt: skip

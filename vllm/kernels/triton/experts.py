@@ -11,7 +11,7 @@ expert's intermediate size, N output and K input features of one product.
 4. ``_product``: y = w2 h of every pair, back at the pair's own place.
 5. ``_combine``: the weighted sum of a row's slots, in their order.
 
-The kernels have been proven in Triton's interpreter and compiled for CUDA; no hardware has run them yet.
+The kernels have been proven in Triton's interpreter and compiled for CUDA and XPU; no hardware has run them yet.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm.kernels.quantized import QuantizedWeight
 from vllm.kernels.triton.cards import shared_memory
 from vllm.kernels.weights import PackedExperts
 
@@ -68,6 +69,17 @@ def _cut(starts_ptr, tiles_ptr, num_tiles, E, ROWS: tl.constexpr, EXPERTS: tl.co
     tl.store(tiles_ptr + 3 * tile + 2, last, mask=real)
 
 
+@triton.jit
+def turn(num_tiles, columns, GROUP: tl.constexpr):
+    """(tile of rows, tile of columns) of a program. Tiles of a group take turns within a column: those of one expert
+    run side by side and share its weights in cache."""
+    program = tl.program_id(0)
+    start = program // (GROUP * columns) * GROUP
+    size = tl.minimum(num_tiles - start, GROUP)
+    within = program % (GROUP * columns)
+    return start + within % size, within // size
+
+
 @triton.jit(do_not_specialize=["num_tiles"])
 def _product(
     a_ptr,
@@ -97,13 +109,8 @@ def _product(
     """One tile of rows by COLUMNS outputs. GATED: a is read at the pair's row and out written in the runs' order, and w
     is [gate; up], ``half`` apart; else the other way round. CLAMPED: gpt-oss's activation. WIDE: multiply in fp32;
     WHOLE: K is a multiple of DEPTH."""
-    # Tiles of a group take turns within a column: those of one expert run side by side and share its weights in cache.
-    program = tl.program_id(0)
-    start = program // (GROUP * columns) * GROUP
-    size = tl.minimum(num_tiles - start, GROUP)
-    within = program % (GROUP * columns)
-    tile = start + within % size
-    n = within // size * COLUMNS + tl.arange(0, COLUMNS)
+    tile, column = turn(num_tiles, columns, GROUP)
+    n = column * COLUMNS + tl.arange(0, COLUMNS)
     expert = tl.load(tiles_ptr + 3 * tile)
     if expert < 0:
         return
@@ -212,6 +219,69 @@ def _tiles(T: int, S: int, E: int, dtype: torch.dtype, interpreted: bool) -> Til
     return Tiles(128, 256, 64, 8, 4)
 
 
+def _order_block(P: int) -> int:
+    """Of ``P`` pairs those that are ordered at a time."""
+    return 512 if P <= 4096 else 4096
+
+
+def fused_experts_forms(num_tokens: int, S: int, E: int, dtype: torch.dtype) -> list[int]:
+    firsts: dict[tuple[Tiles, int], int] = {}
+    for T in range(1, num_tokens + 1):
+        firsts.setdefault((_tiles(T, S, E, dtype, triton.knobs.runtime.interpret), _order_block(T * S)), T)
+    return list(firsts.values())
+
+
+def checked(
+    x_TD: Tensor,
+    w13: PackedExperts | QuantizedWeight,
+    w2: PackedExperts | QuantizedWeight,
+    topk_ids_TS: Tensor,
+    topk_weights_TS: Tensor,
+    out: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(ids, weights, out), contiguous and made, of arguments that fit one another."""
+    (T, D), dtype = x_TD.shape, x_TD.dtype
+    S, E, I = topk_ids_TS.shape[1], w13.E, w2.K
+    assert w13.gated and not w2.gated, f"w13 gated {w13.gated}, w2 gated {w2.gated}"  # noqa: PT018
+    assert (w13.N, w13.K, w2.E, w2.N, w13.dtype, w2.dtype) == (2 * I, D, E, D, dtype, dtype), (
+        f"x {x_TD.shape} {dtype}, w13 {(w13.E, w13.N, w13.K)} {w13.dtype}, w2 {(w2.E, w2.N, w2.K)} {w2.dtype}"
+    )
+    assert topk_ids_TS.shape == topk_weights_TS.shape == (T, S), f"{topk_ids_TS.shape}, {topk_weights_TS.shape}, T {T}"
+    kinds = (topk_ids_TS.dtype, topk_weights_TS.dtype)
+    assert kinds in ((torch.int32, torch.float32), (torch.int64, torch.float32)), f"ids and weights are {kinds}"
+    if out is None:
+        out = x_TD.new_empty(T, D)
+    assert out.shape == (T, D), f"out is {out.shape}, needed {(T, D)}"
+    assert out.dtype is dtype, f"out is {out.dtype}, x {dtype}"
+    last = x_TD.stride(1), out.stride(1)
+    assert last == (1, 1), f"last strides of x and out are {last}, needed 1"
+    return topk_ids_TS.contiguous(), topk_weights_TS.contiguous(), out
+
+
+def arranged(ids: Tensor, E: int, rows: int) -> tuple[Tensor, Tensor, int]:
+    """(order, tiles, number of tiles) of at most ``rows`` pairs of one expert each."""
+    P = ids.numel()
+    # Every expert with pairs has one tile that may not be full; the rest of the pairs fill theirs.
+    num_tiles = min(P, E) + (P - min(P, E)) // rows
+    order, starts, cut = (ids.new_empty(n, dtype=torch.int32) for n in (P, E + 1, 3 * num_tiles))
+    together = triton.next_power_of_2(E + 1) if triton.knobs.runtime.interpret else 1
+    _order[(triton.cdiv(E + 1, together),)](ids, order, starts, P, E, BLOCK=_order_block(P), EXPERTS=together)
+    _cut[(triton.cdiv(num_tiles, 16),)](
+        starts, cut, num_tiles, E, ROWS=rows, EXPERTS=triton.next_power_of_2(E), TILES=16
+    )
+    return order, cut, num_tiles
+
+
+def combined(y: Tensor, ids: Tensor, weights: Tensor, out: Tensor, E: int) -> Tensor:
+    """The weighted sum of each row's slots, y [P, D], into ``out``."""
+    (T, S), D = ids.shape, y.shape[1]
+    rows, columns = (16, 128) if triton.knobs.runtime.interpret else (1, min(1024, triton.next_power_of_2(D)))
+    _combine[(triton.cdiv(T, rows), triton.cdiv(D, columns))](
+        y, ids, weights, out, T, E, D, out.stride(0), S=S, ROWS=rows, COLUMNS=columns
+    )
+    return out
+
+
 def fused_experts(
     x_TD: Tensor,
     w13: PackedExperts,
@@ -232,46 +302,22 @@ def fused_experts(
     Raises:
         NotImplementedError: a dtype other than float32, bfloat16 and float16, weights in another order of memory.
     """
-    T, D = x_TD.shape
+    (T, D), dtype = x_TD.shape, x_TD.dtype
     S, E, I = topk_ids_TS.shape[1], w13.E, w2.K
-    dtype = x_TD.dtype
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise NotImplementedError(f"experts of {dtype}: the kernel knows float32, bfloat16 and float16")
     if (last := (w13.data.stride(-1), w2.data.stride(-1))) != (1, 1):
         raise NotImplementedError(f"weights of last strides {last}, needed 1: they are in another kernel's order")
     assert w13.kind == w2.kind == "plain", f"w13 is packed as {w13.kind}, w2 as {w2.kind}; needed plain"
-    assert w13.gated and not w2.gated, f"w13 gated {w13.gated}, w2 gated {w2.gated}"  # noqa: PT018
-    assert (w13.N, w13.K, w2.E, w2.N, w13.dtype, w2.dtype) == (2 * I, D, E, D, dtype, dtype), (
-        f"x {x_TD.shape} {dtype}, w13 {(w13.E, w13.N, w13.K)} {w13.dtype}, w2 {(w2.E, w2.N, w2.K)} {w2.dtype}"
-    )
-    assert topk_ids_TS.shape == topk_weights_TS.shape == (T, S), f"{topk_ids_TS.shape}, {topk_weights_TS.shape}, T {T}"
-    kinds = (topk_ids_TS.dtype, topk_weights_TS.dtype)
-    assert kinds in ((torch.int32, torch.float32), (torch.int64, torch.float32)), f"ids and weights are {kinds}"
-    if out is None:
-        out = x_TD.new_empty(T, D)
-    assert out.shape == (T, D), f"out is {out.shape}, needed {(T, D)}"
-    assert out.dtype is dtype, f"out is {out.dtype}, x {dtype}"
-    last = x_TD.stride(1), out.stride(1)
-    assert last == (1, 1), f"last strides of x and out are {last}, needed 1"
+    ids, weights, out = checked(x_TD, w13, w2, topk_ids_TS, topk_weights_TS, out)
     P = T * S
     if not P * E:
         return out.zero_()
-    ids, weights = topk_ids_TS.contiguous(), topk_weights_TS.contiguous()
-
     interpreted = triton.knobs.runtime.interpret
     tiles = _tiles(T, S, E, dtype, interpreted)
     staged = (tiles.rows + tiles.columns) * tiles.depth * dtype.itemsize
     stages = max(2, min(tiles.stages, shared_memory(x_TD.device) // staged))
-    # Every expert with pairs has one tile that may not be full; the rest of the pairs fill theirs.
-    num_tiles = min(P, E) + (P - min(P, E)) // tiles.rows
-    order, starts, cut = (ids.new_empty(n, dtype=torch.int32) for n in (P, E + 1, 3 * num_tiles))
-    together = triton.next_power_of_2(E + 1) if interpreted else 1
-    _order[(triton.cdiv(E + 1, together),)](
-        ids, order, starts, P, E, BLOCK=512 if P <= 4096 else 4096, EXPERTS=together
-    )
-    _cut[(triton.cdiv(num_tiles, 16),)](
-        starts, cut, num_tiles, E, ROWS=tiles.rows, EXPERTS=triton.next_power_of_2(E), TILES=16
-    )
+    order, cut, num_tiles = arranged(ids, E, tiles.rows)
 
     assert activation in ("silu", "swigluoai"), f"there is no activation {activation!r}"
     for bias, width in ((b13, 2 * I), (b2, D)):
@@ -292,8 +338,4 @@ def fused_experts(
         return result
 
     y = product(product(x_TD, w13, I, True, b13), w2, D, False, b2)
-    rows, columns = (16, 128) if interpreted else (1, min(1024, triton.next_power_of_2(D)))
-    _combine[(triton.cdiv(T, rows), triton.cdiv(D, columns))](
-        y, ids, weights, out, T, E, D, out.stride(0), S=S, ROWS=rows, COLUMNS=columns
-    )
-    return out
+    return combined(y, ids, weights, out, E)

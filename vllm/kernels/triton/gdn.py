@@ -31,7 +31,7 @@ def _request(starts, slots, r, num_slots):
     return first.to(tl.int64), tl.where((slot > 0) & (slot < num_slots), n, 0), slot
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def _conv_kernel(
     x, x_stride, weight, state, starts, slots, num_slots, y, C,
     K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, SEGMENT: tl.constexpr,
@@ -64,7 +64,7 @@ def _conv_kernel(
             tl.store(old + j * C, tl.where(i >= 0, now, before), live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def _recurrent_kernel(
     y, x, x_stride, rate, dt_bias, norm, eps, state, starts, slots, num_slots, out, scale,
     G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr,

@@ -21,6 +21,7 @@ from vllm.distributed import (
 )
 from vllm.forward_context import set_current_layer
 from vllm.kernels import ops
+from vllm.kernels.quantized import QuantizedWeight, copied, stack_rows, stackable
 from vllm.kernels.weights import PackedWeight
 from vllm.model_executor.layers.step_buffers import buffer_key, step_buffer
 from vllm.model_executor.parameter import WeightSpec
@@ -70,9 +71,13 @@ def of_one_tensor(shards: Sequence[Shard], name: str) -> list[Shard]:
 
 
 class LinearBase(nn.Module):
-    """x [T, K] → x Wᵀ + b [T, N] over this rank's shards."""
+    """x [T, K] → x Wᵀ + b [T, N] over this rank's shards.
 
-    weight_attributes = ("weight", "bias", "packed")
+    Shards that a checkpoint holds in different forms, as one in 16 bits beside quantised ones, are several
+    ``products``, each with its rows of the output; otherwise there is one ``packed`` weight.
+    """
+
+    weight_attributes = ("weight", "bias", "packed", "products")
 
     def __init__(self, shards: Sequence[Shard], bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
@@ -84,11 +89,16 @@ class LinearBase(nn.Module):
         self.output_key = buffer_key(self.shards[0].name, self.output_size_per_partition, dtype)
         self.weight: torch.Tensor | None = None
         self.bias: torch.Tensor | None = None
-        self.packed: PackedWeight | None = None
+        self.packed: PackedWeight | QuantizedWeight | None = None
+        self.products: list[tuple[slice, PackedWeight | QuantizedWeight]] | None = None
+        self.parts: dict[int, QuantizedWeight] = {}  # by their first row, until they are packed
 
     def weight_specs(self) -> list[WeightSpec]:
         specs = [
-            WeightSpec(shard.name, shard.full, self._weight_taker(shard), rows=shard.rows) for shard in self.shards
+            WeightSpec(
+                shard.name, shard.full, self._weight_taker(shard), rows=shard.rows, quantized=True, cols=shard.cols
+            )
+            for shard in self.shards
         ]
         if self.has_bias:
             specs += [
@@ -103,8 +113,16 @@ class LinearBase(nn.Module):
         return specs
 
     def _weight_taker(self, shard: Shard):
-        def take(loaded: torch.Tensor) -> None:
-            if self.weight is None and self.packed is not None and shard.num_rows < self.output_size_per_partition:
+        def take(loaded: torch.Tensor | QuantizedWeight) -> None:
+            if isinstance(loaded, QuantizedWeight):
+                self.parts[shard.at] = copied(loaded.columns(shard.cols))
+                return
+            assert not self.is_quantized, f"{shard.name}: a float shard for quantised ones"
+            if (
+                self.weight is None
+                and isinstance(self.packed, PackedWeight)
+                and shard.num_rows < self.output_size_per_partition
+            ):
                 self.weight = ops.unpack_linear_weight(self.packed)
             elif self.weight is None:
                 self.weight = torch.empty(
@@ -123,14 +141,57 @@ class LinearBase(nn.Module):
         return take
 
     def process_weights_after_loading(self) -> None:
-        if self.weight is None and self.packed is not None:
+        if self.parts:
+            self._pack_parts()
+            return
+        if self.weight is None and (self.packed is not None or self.products is not None):
             return  # only its bias is new
         assert self.weight is not None, f"{self.shards[0].name}: no weight was loaded"
+        assert not isinstance(self.packed, QuantizedWeight), f"{self.shards[0].name}: float for quantised weights"
         self.packed, self.weight = ops.pack_linear_weight(self.weight, self.packed), None
 
+    def _pack_parts(self) -> None:
+        runs: list[tuple[slice, list[QuantizedWeight]]] = []  # neighbours of one form; none: in ``weight``
+        for shard in self.shards:
+            rows, part = slice(shard.at, shard.at + shard.num_rows), self.parts.pop(shard.at, None)
+            last = runs[-1] if runs else None
+            if last is not None and (stackable(last[1][0], part) if last[1] and part else not last[1] and not part):
+                runs[-1] = slice(last[0].start, rows.stop), [*last[1], *([part] if part else [])]
+            else:
+                runs.append((rows, [part] if part else []))
+        products: list[tuple[slice, PackedWeight | QuantizedWeight]] = []
+        for rows, parts in runs:
+            if parts:
+                whole = parts[0] if len(parts) == 1 else stack_rows(parts)
+                products.append((rows, ops.pack_quantized_weight(whole)))
+            else:
+                assert self.weight is not None, f"{self.shards[0].name}: no weight was loaded"
+                products.append((rows, ops.pack_linear_weight(self.weight[rows].clone())))
+        self.weight = None
+        if len(products) == 1:
+            self.packed = products[0][1]
+        else:
+            self.products = products
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.products is not None or isinstance(self.packed, QuantizedWeight)
+
     def apply(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if self.products is not None:
+            return self._apply_products(x, self.products)
         assert self.packed is not None, f"{self.shards[0].name}: no weight was loaded"
         return ops.linear(x, self.packed, self.bias, step_buffer(self.output_key, x.shape[0]))
+
+    def _apply_products(
+        self, x: torch.Tensor, products: list[tuple[slice, PackedWeight | QuantizedWeight]]
+    ) -> torch.Tensor:
+        out = step_buffer(self.output_key, x.shape[0])
+        if out is None:
+            out = x.new_empty(x.shape[0], self.output_size_per_partition)
+        for rows, packed in products:
+            ops.linear(x, packed, None if self.bias is None else self.bias[rows], out[:, rows])
+        return out
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.apply(x)

@@ -19,6 +19,7 @@ from vllm.distributed import (
     tensor_model_parallel_all_reduce,
 )
 from vllm.kernels import ops
+from vllm.kernels.quantized import QuantizedWeight, copied, dequantize
 from vllm.kernels.weights import PackedWeight
 from vllm.logger import init_logger
 from vllm.model_executor.parameter import WeightSpec
@@ -38,20 +39,31 @@ class VocabParallelEmbedding(nn.Module):
         self.rows_per_partition = -(-vocab_size // self.tp_size)
         self.first = min(tp_rank * self.rows_per_partition, vocab_size)
         self.last = min(self.first + self.rows_per_partition, vocab_size)
-        self.weight: torch.Tensor | None = None
-        self.packed: PackedWeight | None = None
+        self.weight: torch.Tensor | QuantizedWeight | None = None
+        self.packed: PackedWeight | QuantizedWeight | None = None
 
     def weight_specs(self) -> list[WeightSpec]:
         full, rows = (self.vocab_size, self.hidden_size), slice(self.first, self.last)
-        return [WeightSpec(f"{self.prefix}.weight", full, self._take, rows=rows)]
+        return [WeightSpec(f"{self.prefix}.weight", full, self._take, rows=rows, quantized=True)]
 
-    def _take(self, loaded: torch.Tensor) -> None:
+    def _take(self, loaded: torch.Tensor | QuantizedWeight) -> None:
+        if isinstance(loaded, QuantizedWeight):
+            self.weight = copied(loaded, self.rows_per_partition)
+            return
         self.weight = torch.zeros(self.rows_per_partition, self.hidden_size, dtype=self.dtype)
         self.weight[: self.last - self.first].copy_(loaded)
 
     def process_weights_after_loading(self) -> None:
         assert self.weight is not None, f"{self.prefix}: no weight was loaded"
-        self.packed, self.weight = ops.pack_linear_weight(self.weight, self.packed), None
+        if isinstance(self.weight, QuantizedWeight):
+            self.packed, self.weight = ops.pack_quantized_weight(self.weight), None
+            return
+        into = None if isinstance(self.packed, QuantizedWeight) else self.packed
+        self.packed, self.weight = ops.pack_linear_weight(self.weight, into), None
+
+    @property
+    def is_quantized(self) -> bool:
+        return isinstance(self.packed, QuantizedWeight)
 
     def _lookup(self, ids: torch.Tensor, vocab_range: tuple[int, int] | None = None) -> torch.Tensor:
         assert self.packed is not None, f"{self.prefix}: no weight was loaded"
@@ -95,13 +107,20 @@ class ParallelLMHead(VocabParallelEmbedding):
         """Share the embedding's weight or not, now that all weights are loaded."""
         if not self._tied_to or self.weight is None:
             return
-        rows = torch.arange(self.rows_per_partition, device=self.weight.device).split(4096)
-        if all(torch.equal(self._tied_to[0]._lookup(some), self.weight[some]) for some in rows):
+        held = self.weight.codes if isinstance(self.weight, QuantizedWeight) else self.weight
+        rows = torch.arange(self.rows_per_partition, device=held.device).split(4096)
+        if all(torch.equal(self._tied_to[0]._lookup(some), self._rows(some)) for some in rows):
             self.weight = None
             return
         logger.warning("tie_word_embeddings is set, but the checkpoint's %s differs: it is not tied", self.prefix)
         self._tied_to = ()
         self.process_weights_after_loading()
+
+    def _rows(self, rows: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.weight, QuantizedWeight):
+            return dequantize(self.weight.rows(rows)).to(self.dtype)
+        assert self.weight is not None, f"{self.prefix}: no weight was loaded"
+        return self.weight[rows]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         logits = (self._tied_to or (self,))[0].project(hidden_states)

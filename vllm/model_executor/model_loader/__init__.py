@@ -40,7 +40,8 @@ def check_load_format(load_format: str) -> str:
 def get_model(vllm_config: VllmConfig) -> nn.Module:
     """The model of ``vllm_config``, in eval mode, its weights loaded and processed.
 
-    Building the module allocates no weights; they come through its ``WeightSpec``s. Names and shapes
+    Building the module allocates no weights; they come through its ``WeightSpec``s, those that are stored quantised as
+    they are. Names and shapes
     are checked against the files' headers before any data is read. Raises FileNotFoundError for a model, config or
     weights that are not there, ValueError for files that are corrupt or do not fit the model.
     """
@@ -66,12 +67,17 @@ def get_model(vllm_config: VllmConfig) -> nn.Module:
         else:
             files = safetensors_files(path, getattr(config.hf_config, "transformers_weights", None))
             stored = read_safetensors(files, getattr(model, "transposed_experts", False))
+    quantization = config.quant_config
     if (checkpoint_name := getattr(model, "checkpoint_name", None)) is not None:
         stored = [dataclasses.replace(tensor, name=checkpoint_name(tensor.name)) for tensor in stored]
-    stored = without_extra_layers(stored, specs, origin)
+    if quantization is not None:
+        of_files = config.load_format != "dummy"
+        stored = (quantization.adapt if of_files else quantization.quantised_in_place)(stored, specs)
+    ignored = getattr(model, "ignored_weights", ())
+    stored = without_extra_layers(stored, specs, ignored, origin)
     if (stand_in := getattr(model, "stand_in", None)) is not None:
         stored = stand_in(stored)
-    pairs = match_specs(specs, stored, getattr(model, "ignored_weights", ()), origin)
+    pairs = match_specs(specs, stored, ignored, origin)
     with torch.no_grad(), freed_memory_goes_back():
         load_weights(model, pairs, config.dtype)
     logger.info("%d tensors of %s loaded in %.2f s", len(pairs), origin, time.perf_counter() - start)

@@ -43,12 +43,17 @@ _CHUNK_ELEMENTS = 1 << 18
 _CONFIGS = {
     ("llama", False): ("LlamaForCausalLM", "LlamaConfig"),
     ("llama", True): ("MixtralForCausalLM", "MixtralConfig"),
+    ("gemma2", False): ("Gemma2ForCausalLM", "Gemma2Config"),
+    ("gemma3", False): ("Gemma3ForCausalLM", "Gemma3TextConfig"),
+    ("phi3", False): ("Phi3ForCausalLM", "Phi3Config"),
+    ("qwen2", False): ("Qwen2ForCausalLM", "Qwen2Config"),
     ("qwen3", False): ("Qwen3ForCausalLM", "Qwen3Config"),
     ("qwen3moe", True): ("Qwen3MoeForCausalLM", "Qwen3MoeConfig"),
 }
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 # Angles come from the config; ``rope_freqs`` goes into it.
 _UNREAD = re.compile(r"rope_freqs\.weight|blk\.\d+\.(attn_rot_embd|rope_freqs)\.weight")
+_LONGROPE = re.compile(r"rope_factors_(long|short)\.weight")  # into the config of a Phi-3
 _ALONE = re.compile(r"(ffn_gate|ffn_up|ffn_down)\.(\d+)")  # one expert, as files of 2023 have them
 _BLOCK = {
     "attn_norm": "input_layernorm",
@@ -63,7 +68,16 @@ _BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_MOE = {
+_GEMMA = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+# Blocks that only this architecture has, or has under other names.
+_BLOCK_OF = {
+    "gemma2": _GEMMA,
+    "gemma3": _GEMMA,
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     "llama": {
         "ffn_gate_inp": "block_sparse_moe.gate",
         "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
@@ -100,6 +114,12 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
         ("expert_gating_func", (0, 1)),  # 1: softmax
     )
     for key in keys.split()
+}
+# Those of them that an architecture has.
+_TAKEN = {
+    "gemma2": {"attn_logit_softcapping", "final_logit_softcapping"},
+    "gemma3": {"final_logit_softcapping", "attention.sliding_window_pattern"},
+    "phi3": {"rope.scaling.attn_factor"},
 }
 # Describes the file or the past: vocab_size is token_embd's, pooling is for embeddings, finetuned is a remark.
 _INERT = {
@@ -267,7 +287,7 @@ def _config(file: GGUFFile) -> PretrainedConfig:
     unread = {
         key.removeprefix(f"{arch}.") for key, found in file.metadata.items() if found and key.startswith(f"{arch}.")
     }
-    unread -= _INERT
+    unread -= _INERT | _TAKEN.get(arch, set())
 
     def value(key: str, default: Any = _REQUIRED) -> Any:
         unread.discard(key)
@@ -286,14 +306,17 @@ def _config(file: GGUFFile) -> PretrainedConfig:
         unread.discard(key)
 
     for key, neutral in _REFUSED.items():
-        refuse_other_than(key, *neutral)
+        if key not in _TAKEN.get(arch, ()):
+            refuse_other_than(key, *neutral)
 
     if "token_embd.weight" not in shapes:
         raise ValueError(f"{file.path} lacks the tensor token_embd.weight; convert the model again")
     architecture, config_class = _CONFIGS[arch, moe]
     hidden_size, n_heads = value("embedding_length"), value("attention.head_count")
-    head_dim = value("attention.key_length", value("rope.dimension_count", hidden_size // n_heads))
-    refuse_other_than("rope.dimension_count", head_dim)
+    rotary_dim = value("rope.dimension_count", hidden_size // n_heads)
+    head_dim = value("attention.key_length", hidden_size // n_heads if arch == "phi3" else rotary_dim)
+    if arch != "phi3":
+        refuse_other_than("rope.dimension_count", head_dim)
     refuse_other_than("attention.value_length", head_dim)
     fields = {
         "architectures": [architecture],
@@ -319,6 +342,10 @@ def _config(file: GGUFFile) -> PretrainedConfig:
         fields["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     if value("attention.sliding_window", None):
         fields["sliding_window"] = value("attention.sliding_window")
+    if arch.startswith("gemma"):
+        fields |= _gemma_fields(file, fields, value)
+    elif arch == "phi3":
+        fields |= _phi3_fields(file, fields, value, rotary_dim)
     if moe:
         fields["num_local_experts" if arch == "llama" else "num_experts"] = value("expert_count")
         fields["num_experts_per_tok"] = value("expert_used_count")
@@ -336,6 +363,40 @@ def _config(file: GGUFFile) -> PretrainedConfig:
     if unread:
         logger.warning("%s: unknown metadata, taken as without effect: %s", file.path, ", ".join(sorted(unread)))
     return config
+
+
+def _gemma_fields(file: GGUFFile, fields: dict[str, Any], value: Callable[..., Any]) -> dict[str, Any]:
+    """The query's scale is not in the file: by the head's size, but by the model's width in the releases of 27 B."""
+    arch, layers = file.metadata["general.architecture"], fields["num_hidden_layers"]
+    widest = layers == {"gemma2": 46, "gemma3": 62}[arch]
+    scalar = fields["hidden_size"] // fields["num_attention_heads"] if widest else fields["head_dim"]
+    found = {
+        "query_pre_attn_scalar": scalar,
+        "sliding_window": value("attention.sliding_window"),
+        "final_logit_softcapping": value("final_logit_softcapping", None) or None,
+    }
+    if arch == "gemma2":
+        return found | {"attn_logit_softcapping": value("attn_logit_softcapping", None) or None}
+    pattern = file.metadata.get("gemma3.attention.sliding_window_pattern", 6)
+    windows = pattern if isinstance(pattern, list) else [(i + 1) % pattern > 0 for i in range(layers)]
+    local = {"rope_type": "default", "rope_theta": value("rope.freq_base_swa", 10000.0)}
+    return found | {
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
+        "rope_parameters": {"full_attention": fields["rope_parameters"], "sliding_attention": local},
+    }
+
+
+def _phi3_fields(file: GGUFFile, fields: dict[str, Any], value: Callable[..., Any], rotary_dim: int) -> dict[str, Any]:
+    rope = fields["rope_parameters"] | {"partial_rotary_factor": rotary_dim / fields["head_dim"]}
+    original = value("rope.scaling.original_context_length", fields["max_position_embeddings"])
+    attention_factor = value("rope.scaling.attn_factor", None)
+    for tensor in file.tensors:
+        if match := _LONGROPE.fullmatch(tensor.name):
+            factors = _stored(file.path, tensor, tensor.name).read(torch.float32).tolist()
+            rope |= {"rope_type": "longrope", f"{match[1]}_factor": factors}
+            if attention_factor:
+                rope["attention_factor"] = attention_factor
+    return {"rope_parameters": rope, "original_max_position_embeddings": original}
 
 
 def _end_token_ids(metadata: dict[str, Any]) -> list[int]:
@@ -387,30 +448,37 @@ def gguf_tensors(path: str | Path) -> list[StoredTensor]:
     """
     file = read_gguf(path)
     config, arch = _config(file), file.metadata["general.architecture"]
-    blocks = _BLOCK | _MOE.get(arch, {})
+    blocks = _BLOCK | _BLOCK_OF.get(arch, {})
     interleaved = {}
     if arch == "llama":
         interleaved = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     tensors: list[StoredTensor] = []
     names = {t.name for t in file.tensors}
     for t in file.tensors:
-        if _UNREAD.fullmatch(t.name):
+        if _UNREAD.fullmatch(t.name) or (arch == "phi3" and _LONGROPE.fullmatch(t.name)):
             continue
         stem, _, suffix = t.name.rpartition(".")
+        # llama.cpp's converter adds the 1 that Gemma's norms leave out.
+        shift = -1.0 if arch.startswith("gemma") and t.name.endswith("norm.weight") else 0.0
         match = re.fullmatch(r"blk\.(\d+)\.(\w+(?:\.\d+)?)", stem)
         if match and (alone := _ALONE.fullmatch(match[2])) and f"{alone[1]}_exps" in blocks:
             expert_name = blocks[f"{alone[1]}_exps"].format(alone[2])
             tensors.append(_stored(file.path, t, f"model.layers.{match[1]}.{expert_name}.{suffix}"))
             continue
         if match is None or match[2] not in blocks:
-            tensors.append(_stored(file.path, t, f"{_TOP[stem]}.{suffix}" if stem in _TOP else t.name))
+            tensors.append(_stored(file.path, t, f"{_TOP[stem]}.{suffix}" if stem in _TOP else t.name, None, shift))
             continue
         name = f"model.layers.{match[1]}.{blocks[match[2]]}.{suffix}"
-        if match[2] == "attn_q" and suffix == "bias" and f"blk.{match[1]}.attn_output.bias" not in names:
+        if (
+            arch != "qwen2"
+            and match[2] == "attn_q"
+            and suffix == "bias"
+            and f"blk.{match[1]}.attn_output.bias" not in names
+        ):
             # transformers' attention has a bias on all four projections or on none.
             tensors.append(_zeros(f"model.layers.{match[1]}.{blocks['attn_output']}.bias", config.hidden_size))
         if "{}" not in name:
-            tensors.append(_stored(file.path, t, name, interleaved.get(match[2])))
+            tensors.append(_stored(file.path, t, name, interleaved.get(match[2]), shift))
             continue
         size = t.nbytes // t.shape[0]
         for expert in range(t.shape[0]):
@@ -423,7 +491,9 @@ def _zeros(name: str, size: int) -> StoredTensor:
     return StoredTensor(name, (size,), lambda dtype: torch.zeros(size, dtype=dtype, device="cpu"))
 
 
-def _stored(path: Path, tensor: GGUFTensor, name: str, interleaved_heads: int | None = None) -> StoredTensor:
+def _stored(
+    path: Path, tensor: GGUFTensor, name: str, interleaved_heads: int | None = None, shift: float = 0.0
+) -> StoredTensor:
     def read(dtype: torch.dtype) -> torch.Tensor:
         block, block_bytes = GGML_QUANT_SIZES[tensor.kind]
         raw = read_range(path, tensor.offset, tensor.nbytes).numpy()
@@ -435,6 +505,8 @@ def _stored(path: Path, tensor: GGUFTensor, name: str, interleaved_heads: int | 
             flat[first * block : first * block + part.size] = torch.from_numpy(part)
         if interleaved_heads is not None:
             flat = flat.view(interleaved_heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).contiguous()
+        if shift:
+            flat += shift
         return flat.view(tensor.shape)
 
     unreadable = None if _dequantisable(tensor.kind) else f"stored as {tensor.kind.name}, which gguf cannot dequantise"

@@ -14,6 +14,8 @@ from torch import nn
 from vllm.model_executor.parameter import WeightSpec
 from vllm.utils.suggestions import nearest
 
+_REMEDY = "load an unquantised checkpoint, without quantization=, where weights are to change"
+
 
 def update_weights(
     model: nn.Module, specs: Mapping[str, WeightSpec], weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
@@ -39,6 +41,8 @@ def update_weights(
                     f"load_weights: {name} has shape {tuple(tensor.shape)}, the model's is {tuple(spec.shape)}; give "
                     "the whole tensor, not a rank's shard"
                 )
+            if spec.quantized and getattr(spec.owner, "is_quantized", False):
+                raise ValueError(f"load_weights: {name} is held quantised, which new weights cannot change; {_REMEDY}")
             taken.add(spec.name)
             if not spec.needed:
                 continue
@@ -73,7 +77,11 @@ def _unstacked(name: str, tensor: torch.Tensor, transposed: bool) -> Iterator[tu
 
 
 def drop_weights(model: nn.Module) -> None:
-    """Free what ``weight_attributes`` of the modules name."""
+    """Free what ``weight_attributes`` of the modules name; ``ValueError`` where some could not come back."""
+    if any(getattr(module, "is_quantized", False) for module in model.modules()):
+        raise ValueError(
+            f"weights that are held quantised cannot be dropped, as load_weights cannot bring them; {_REMEDY}"
+        )
     for module, attribute, _ in _held(model):
         setattr(module, attribute, None)
 
@@ -107,5 +115,9 @@ def held_tensors(model: nn.Module) -> list[torch.Tensor]:
 def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_moved(x, device) for x in value)
+    if isinstance(value, slice):
+        return value
     fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return dataclasses.replace(value, **{n: v.to(device) for n, v in fields.items() if isinstance(v, torch.Tensor)})

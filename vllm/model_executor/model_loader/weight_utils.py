@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from vllm.kernels.quantized import QuantizedWeight, dequantize, uncut
 from vllm.logger import init_logger
 from vllm.model_executor.parameter import WeightSpec
 
@@ -27,7 +28,30 @@ logger = init_logger(__name__)
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_CODES = {  # parts of quantised matrices
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": getattr(torch, "float8_e8m0fnu", None),
+}
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+
+
+@dataclass(frozen=True)
+class StoredCodes:
+    """A matrix [N, K] as a file holds it quantised.
+
+    read: ``read(dtype, rows)``: those rows, all for None, for products in ``dtype``; like ``StoredTensor.read``, maybe
+        in memory that the next read uses again.
+    ordered: whether the columns have an order of their own (``QuantizedWeight.input_order``); it may read a little.
+    """
+
+    format: str
+    group_size: int
+    read: Callable[[torch.dtype, slice | torch.Tensor | None], QuantizedWeight]
+    ordered: Callable[[], bool] = bool
 
 
 @dataclass(frozen=True)
@@ -36,6 +60,8 @@ class StoredTensor:
 
     read: ``read(dtype)`` returns the whole tensor, contiguous, on CPU, maybe in memory that the next read uses again.
     read_rows: ``read_rows(dtype, rows)``, where it costs less: the same for a slice of the first dimension.
+    dtype: as stored; what ``read`` gives for it is bit for bit what the file holds.
+    codes: set where the tensor is a matrix that is stored quantised.
     unreadable: why the tensor cannot be used (its storage type), or None.
     """
 
@@ -44,6 +70,8 @@ class StoredTensor:
     read: Callable[[torch.dtype], torch.Tensor]
     unreadable: str | None = None
     read_rows: Callable[[torch.dtype, slice], torch.Tensor] | None = None
+    dtype: torch.dtype | None = None
+    codes: StoredCodes | None = None
 
     def rows(self, dtype: torch.dtype, rows: slice | torch.Tensor | None) -> torch.Tensor:
         """Those rows of the tensor, all of it for None."""
@@ -51,6 +79,21 @@ class StoredTensor:
             return self.read_rows(dtype, rows)
         whole = self.read(dtype)
         return whole if rows is None else whole[rows]
+
+    def wanted(self, spec: WeightSpec, dtype: torch.dtype) -> torch.Tensor | QuantizedWeight:
+        """What ``spec.take`` is to be given, in ``dtype`` where the spec names none."""
+        if self.codes is None:
+            return self.rows(spec.dtype or dtype, spec.rows)
+        weight = self.codes.read(spec.dtype or dtype, spec.rows)
+        return weight if spec.quantized else dequantize(weight).to(weight.dtype)
+
+    def cut(self, spec: WeightSpec) -> str | None:
+        """Why ``spec`` cannot keep its columns of the matrix quantised; None where it can."""
+        if self.codes is None or spec.cols is None or not spec.quantized:
+            return None
+        K, columns = self.shape[1], spec.cols
+        ordered = columns.indices(K)[:2] != (0, K) and self.codes.ordered()
+        return uncut(self.codes.format, K, self.codes.group_size, columns, ordered)
 
 
 def resolve_model_path(model: str, revision: str | None = None) -> Path:
@@ -205,7 +248,7 @@ def _unstack_experts(name: str, entry: dict, transposed: bool) -> Iterator[tuple
 
 def _stored(name: str, entry: dict, file: Path, data_start: int, buffer: ReadBuffer) -> StoredTensor:
     begin, end = entry["data_offsets"]
-    kind, shape = _FLOATS.get(entry["dtype"]), entry["shape"]
+    kind, shape = _FLOATS.get(entry["dtype"]) or _CODES.get(entry["dtype"]), entry["shape"]
 
     def read(dtype: torch.dtype) -> torch.Tensor:
         return read_from(dtype, begin, end).view(shape)
@@ -220,11 +263,11 @@ def _stored(name: str, entry: dict, file: Path, data_start: int, buffer: ReadBuf
         assert kind is not None, f"{name} is stored as {entry['dtype']}"
         return read_range(file, data_start + first, last - first, buffer).view(kind).to(dtype)
 
-    unreadable = None if kind is not None else f"stored as {entry['dtype']}"
+    unreadable = None if entry["dtype"] in _FLOATS else f"stored as {entry['dtype']}"
     if (columns := entry.get("columns")) is not None:
         turned = shape[1] // columns.step, shape[0]
-        return StoredTensor(name, turned, lambda dtype: read(dtype)[:, columns].T.contiguous(), unreadable)
-    return StoredTensor(name, tuple(shape), read, unreadable, read_rows)
+        return StoredTensor(name, turned, lambda dtype: read(dtype)[:, columns].T.contiguous(), unreadable, None, kind)
+    return StoredTensor(name, tuple(shape), read, unreadable, read_rows, kind)
 
 
 def dummy_tensors(specs: Sequence[WeightSpec], seed: int) -> list[StoredTensor]:
@@ -249,14 +292,19 @@ def dummy_tensors(specs: Sequence[WeightSpec], seed: int) -> list[StoredTensor]:
 
 
 def without_extra_layers(
-    stored: Sequence[StoredTensor], specs: Sequence[WeightSpec], origin: str
+    stored: Sequence[StoredTensor], specs: Sequence[WeightSpec], ignored: Sequence[str], origin: str
 ) -> list[StoredTensor]:
-    """``stored`` without the decoder layers past the last one of ``specs``: a config may ask for fewer layers."""
+    """``stored`` without the decoder layers past the last one of ``specs``: a config may ask for fewer layers. Those
+    that are ``ignored`` stay, and go without a word."""
     layer = re.compile(r"^(?:\w+\.)*?layers\.(\d+)\.")
     last = max((int(found[1]) for spec in specs if (found := layer.match(spec.name))), default=None)
     if last is None:
         return list(stored)
-    kept = [t for t in stored if not (found := layer.match(t.name)) or int(found[1]) <= last]
+    kept = [
+        t
+        for t in stored
+        if not (found := layer.match(t.name)) or int(found[1]) <= last or any(re.search(p, t.name) for p in ignored)
+    ]
     if len(kept) < len(stored):
         logger.warning(
             "%d tensors of %s belong to layers past %d, the last by its config: unread",
@@ -295,15 +343,39 @@ def match_specs(
         "unreadable": [
             f"{tensor.name}: {tensor.unreadable}" for tensor in stored if tensor.name in wanted and tensor.unreadable
         ],
+        "not divisible over the ranks": [
+            f"{tensor.name}: {why}"
+            for tensor in stored
+            if tensor.name in wanted and (why := tensor.cut(wanted[tensor.name]))
+        ],
+        "unlike the others of their layer": _unlike(wanted, stored),
     }
     if any(faults.values()):
         lines = [f"{len(names)} {kind}: {'; '.join(names)}" for kind, names in faults.items() if names]
         raise ValueError(
             f"the tensors of {origin} do not fit the model that its config describes:\n  "
             + "\n  ".join(lines)
-            + "\nGive a checkpoint and config of the same model, with unquantised float weights"
+            + "\nGive a checkpoint and config of the same model, with float weights or those that its "
+            "quantization_config describes"
         )
     return [(wanted[t.name], t) for t in stored if t.name in wanted and wanted[t.name].needed]
+
+
+def _unlike(wanted: dict[str, WeightSpec], stored: Sequence[StoredTensor]) -> list[str]:
+    found: dict[tuple[int, str], StoredTensor] = {}
+    formats: dict[int, str | None] = {}
+    faults = []
+    for tensor in stored:
+        spec = wanted.get(tensor.name)
+        if spec is None or spec.alike is None:
+            continue
+        first = found.setdefault((id(spec.owner), spec.alike), tensor)
+        ours, theirs = ((t.codes.format, t.codes.group_size) if t.codes else None for t in (tensor, first))
+        of_all = formats.setdefault(id(spec.owner), ours and ours[0])
+        if ours != theirs or of_all != (ours and ours[0]):
+            what, other = (f"{x[0]} in groups of {x[1]}" if x else "float" for x in (ours, theirs))
+            faults.append(f"{tensor.name} is {what}, {first.name} {other}, others {of_all or 'float'}")
+    return faults
 
 
 @contextlib.contextmanager
@@ -345,7 +417,7 @@ def load_weights(model: nn.Module, pairs: Sequence[tuple[WeightSpec, StoredTenso
 
     for spec, tensor in pairs:
         assert spec.owner is not None, f"{spec.name} has no owner; list specs with collect_weight_specs"
-        spec.take(tensor.rows(spec.dtype or dtype, spec.rows))
+        spec.take(tensor.wanted(spec, dtype))
         pending[id(spec.owner)] -= 1
         if not pending[id(spec.owner)]:
             process(spec.owner)

@@ -51,6 +51,8 @@ class _ModelRegistry:
 
 ModelRegistry = _ModelRegistry(
     {
+        "DeepseekV2ForCausalLM": f"{_MODELS}.deepseek_v2:DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM": f"{_MODELS}.deepseek_v2:DeepseekV3ForCausalLM",
         "Gemma2ForCausalLM": f"{_MODELS}.gemma2:Gemma2ForCausalLM",
         "Gemma3ForCausalLM": f"{_MODELS}.gemma3:Gemma3ForCausalLM",
         "Gemma3ForConditionalGeneration": f"{_MODELS}.gemma3:Gemma3ForConditionalGeneration",

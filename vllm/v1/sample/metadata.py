@@ -17,9 +17,10 @@ class TokenEntries(NamedTuple):
 
 
 class Penalties(NamedTuple):
-    """The tokens each penalised row has seen. ``output_counts`` [P] fp32; the penalties [P] fp32 are the row's."""
+    """The arguments of ``ops.apply_penalties`` beside the logits: rows without penalties have seen nothing."""
 
-    entries: TokenEntries
+    starts: torch.Tensor
+    tokens: torch.Tensor
     output_counts: torch.Tensor
     repetition: torch.Tensor
     frequency: torch.Tensor
@@ -30,24 +31,20 @@ class Penalties(NamedTuple):
 class SamplingMetadata:
     """R rows; a field that no row uses is None, so that the default is a greedy step of any number of rows.
 
-    - ``noise`` [R] in [0, 1): the number that picks a random row's token; None when all rows are greedy. fp64, as
-      ``top_p``, or fp32 on a device that has no fp64: sums of probabilities are taken in that type.
-    - ``temperature`` [R] fp32, 1 for greedy rows; ``greedy`` [R] bool, None when no row is.
-    - ``top_k`` [R] int64, V where off; ``max_top_k``: the largest of the others. ``top_p`` [R] fp64, 1 where off;
-      ``top_p_alone``: whether a row has it without ``top_k``. ``min_p`` [R] fp32.
+    - ``temperature`` [R] fp32, 0 for greedy rows; ``seeds`` and output ``positions`` [R] int64, which pick a random
+      row's token; None when all rows are greedy.
+    - ``top_k`` [R] int64, V where off; ``top_p`` [R] fp32, 1 where off; ``log_min_p`` [R] fp32, -inf where off.
     - ``max_num_logprobs``: the most a row asks for; -1: the whole vocabulary.
     - ``allowed``: (row, token ids) pairs; ``banned``: entries never sampled; ``bias``: entries to which
       ``bias_values`` [P] fp32 are added.
     """
 
-    noise: torch.Tensor | None = None
     temperature: torch.Tensor | None = None
-    greedy: torch.Tensor | None = None
+    seeds: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
     top_k: torch.Tensor | None = None
-    max_top_k: int = 0
     top_p: torch.Tensor | None = None
-    top_p_alone: bool = False
-    min_p: torch.Tensor | None = None
+    log_min_p: torch.Tensor | None = None
     max_num_logprobs: int | None = None
     allowed: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     banned: TokenEntries | None = None
@@ -58,10 +55,6 @@ class SamplingMetadata:
     @property
     def all_greedy(self) -> bool:
         return self.temperature is None
-
-    @property
-    def all_random(self) -> bool:
-        return self.temperature is not None and self.greedy is None
 
     @property
     def changes_logits(self) -> bool:

@@ -5,32 +5,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from math import inf, log
 from typing import Any
 
 import numpy as np
 import torch
 
+from vllm.kernels.reference_sampling import random_bits
 from vllm.v1.request import Request
 from vllm.v1.sample.metadata import Penalties, SamplingMetadata, TokenEntries
 from vllm.v1.transfers import to_device
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
-def _mix(z: np.ndarray) -> np.ndarray:
-    """The output function of SplitMix64 (Steele, Lea, Flood 2014) on uint64."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
-
-
-def uniform_noise(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Numbers in [0, 1), fp64, for ``seeds`` and output ``positions``, both uint64 and of one shape.
-
-    The SplitMix64 stream of the mixed seed, read at ``position``: with no state to carry, a request gets the same
-    numbers in any batch, after any preemption and on every rank.
-    """
-    return (_mix(_mix(seeds) + (positions + np.uint64(1)) * _GOLDEN) >> np.uint64(11)) * 2.0**-53
 
 
 class _SeenTokens:
@@ -113,6 +97,11 @@ class _Row:
         )
 
 
+def _signed(bits: int) -> int:
+    """The low 64 bits as int64 has them."""
+    return (bits + 2**63) % 2**64 - 2**63
+
+
 def _few(token_ids: list[int]) -> str:
     return str(token_ids) if len(token_ids) <= 10 else f"{str(token_ids[:10])[:-1]}, ...] ({len(token_ids)})"
 
@@ -121,8 +110,7 @@ class SamplingState:
     """Sampling parameters by row of the running batch; ``make_metadata`` turns them into a step's tensors.
 
     ``seed`` is the engine's: the seeds of requests that have none of their own follow from it and from the order in
-    which they came, so that ranks that add the same requests sample the same tokens. ``real``: the type that the device
-    sums probabilities in, fp64 where it has that.
+    which they came, so that ranks that add the same requests sample the same tokens.
     """
 
     def __init__(
@@ -131,12 +119,10 @@ class SamplingState:
         vocab_size: int,
         device: torch.device | str = "cpu",
         seed: int = 0,
-        real: torch.dtype = torch.float64,
     ) -> None:
-        self.vocab_size, self.real = vocab_size, real
+        self.vocab_size, self._engine_seed = vocab_size, seed
         self.device = torch.device(device)
         self._rows: list[_Row | None] = [None] * max_num_reqs
-        self._engine_seed = _mix(np.array([seed % 2**64], dtype=np.uint64))
         self._num_unseeded = 0
         self._cached: SamplingMetadata | None = None
         self._key: tuple[int, ...] | None = None
@@ -144,7 +130,7 @@ class SamplingState:
         self._penalised: list[tuple[int, _Row, _SeenTokens]] = []
         self._banning: list[tuple[int, _Row]] = []
         self._history = False
-        self._seeds = np.zeros(0, dtype=np.uint64)
+        self._rates: tuple[torch.Tensor, ...] = ()
 
     def add_row(self, row: int, request: Request) -> None:
         """Put ``request`` into the free ``row``."""
@@ -152,11 +138,11 @@ class SamplingState:
         seed = request.sampling_params.seed
         if seed is None:
             if request.drawn_seed is None:
-                position = np.array([self._num_unseeded], dtype=np.uint64)
-                request.drawn_seed = int(_mix(self._engine_seed + position * _GOLDEN)[0])
+                place = np.array([[_signed(self._engine_seed)], [self._num_unseeded]])
+                request.drawn_seed = int(random_bits(*place)[0])
                 self._num_unseeded += 1
             seed = request.drawn_seed
-        self._rows[row] = _Row(request, seed % 2**64)
+        self._rows[row] = _Row(request, _signed(seed))
         self._cached = None
 
     def why_undrawable(self, row: int) -> str:
@@ -212,9 +198,11 @@ class SamplingState:
             fields["bias"] = self._entries((r, token) for r, token, _ in bias)
             fields["bias_values"] = self._tensor([value for _, _, value in bias], torch.float32)
         if not all(row.greedy for row in chosen):
-            self._seeds = np.array([row.seed for row in chosen], dtype=np.uint64)
             fields |= self._random_fields(chosen)
         self._penalised = [(r, row, row.seen) for r, row in enumerate(chosen) if row.seen is not None]
+        if self._penalised:
+            rates = zip(*((p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params), strict=True)
+            self._rates = tuple(self._tensor(values, torch.float32) for values in rates)
         self._banning = [
             (r, row) for r, row in enumerate(chosen) if row.end_token_ids or row.params.bad_words_token_ids
         ]
@@ -224,33 +212,24 @@ class SamplingState:
     def _random_fields(self, chosen: list[_Row]) -> dict[str, Any]:
         params = [row.params for row in chosen]
         fields: dict[str, Any] = {
-            "temperature": self._tensor([p.temperature or 1.0 for p in params], torch.float32),
+            "temperature": self._tensor([p.temperature for p in params], torch.float32),
+            "seeds": self._tensor([row.seed for row in chosen], torch.int64),
         }
-        if any(row.greedy for row in chosen):
-            fields["greedy"] = self._tensor([row.greedy for row in chosen], torch.bool)
         top_k = [min(p.top_k or self.vocab_size, self.vocab_size) for p in params]
-        limited = [k for k in top_k if k < self.vocab_size]
-        if limited:
+        if min(top_k) < self.vocab_size:
             fields["top_k"] = self._tensor(top_k, torch.int64)
-            fields["max_top_k"] = max(limited)
         if any(p.top_p < 1 for p in params):
-            fields["top_p"] = self._tensor([p.top_p for p in params], self.real)
-            fields["top_p_alone"] = any(
-                p.top_p < 1 and k == self.vocab_size for p, k in zip(params, top_k, strict=True)
-            )
+            fields["top_p"] = self._tensor([p.top_p for p in params], torch.float32)
         if any(p.min_p for p in params):
-            fields["min_p"] = self._tensor([p.min_p for p in params], torch.float32)
+            fields["log_min_p"] = self._tensor([log(p.min_p) if p.min_p else -inf for p in params], torch.float32)
         return fields
 
     def _from_history(self) -> dict[str, Any]:
         """All that depends on the requests' output so far."""
         fields: dict[str, Any] = {}
         if self._cached is not None and self._cached.temperature is not None:
-            positions = np.array([row.request.num_output_tokens for row in self._chosen], dtype=np.uint64)
-            noise = uniform_noise(self._seeds, positions)
-            if self.real == torch.float32:
-                noise = (np.floor(noise * 2.0**24) * 2.0**-24).astype(np.float32)  # rounded it could be 1
-            fields["noise"] = to_device(torch.from_numpy(noise), self.device)
+            positions = [row.request.num_output_tokens for row in self._chosen]
+            fields["positions"] = self._tensor(positions, torch.int64)
         banned = [(r, token) for r, row in self._banning for token in row.banned_token_ids()]
         if banned:
             fields["banned"] = self._entries(banned)
@@ -261,21 +240,12 @@ class SamplingState:
     def _penalties(self, penalised: list[tuple[int, _Row, _SeenTokens]]) -> Penalties:
         for _, row, seen in penalised:
             seen.read(row.request.all_token_ids)
-        sizes = [seen.size for _, _, seen in penalised]
-
-        def spread(values: list[float]) -> torch.Tensor:
-            return to_device(torch.from_numpy(np.repeat(np.asarray(values, dtype=np.float32), sizes)), self.device)
-
-        rows = torch.from_numpy(np.repeat(np.array([r for r, _, _ in penalised], dtype=np.int64), sizes))
-        tokens = torch.from_numpy(np.concatenate([seen.tokens[: seen.size] for _, _, seen in penalised]))
-        counts = torch.from_numpy(np.concatenate([seen.counts[: seen.size] for _, _, seen in penalised]))
-        return Penalties(
-            TokenEntries(to_device(rows, self.device), to_device(tokens, self.device)),
-            to_device(counts, self.device),
-            repetition=spread([row.params.repetition_penalty for _, row, _ in penalised]),
-            frequency=spread([row.params.frequency_penalty for _, row, _ in penalised]),
-            presence=spread([row.params.presence_penalty for _, row, _ in penalised]),
-        )
+        starts = np.zeros(len(self._chosen) + 1, dtype=np.int32)
+        starts[[r + 1 for r, _, _ in penalised]] = [seen.size for _, _, seen in penalised]
+        tokens = np.concatenate([seen.tokens[: seen.size] for _, _, seen in penalised])
+        counts = np.concatenate([seen.counts[: seen.size] for _, _, seen in penalised])
+        seen_by_row = (np.cumsum(starts, dtype=np.int32), tokens, counts)
+        return Penalties(*(to_device(torch.from_numpy(x), self.device) for x in seen_by_row), *self._rates)
 
     def _entries(self, pairs: Iterable[tuple[int, int]]) -> TokenEntries:
         rows, tokens = self._tensor(list(zip(*pairs, strict=True)), torch.int64)

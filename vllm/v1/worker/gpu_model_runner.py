@@ -70,8 +70,7 @@ class GPUModelRunner:
         model_config, cache, max_num_reqs = vllm_config.model_config, vllm_config.cache_config, scheduler.max_num_seqs
         # DP ranks serve different requests: those without a seed of their own draw differently on each.
         seed = model_config.seed + get_dp_group().rank_in_group
-        real = torch.float64 if platform.has_fp64(device) else torch.float32
-        sampling = SamplingState(max_num_reqs, model_config.vocab_size, device, seed, real)
+        sampling = SamplingState(max_num_reqs, model_config.vocab_size, device, seed)
         self.input_batch = InputBatch(max_num_reqs, model_config.max_model_len, cache.block_size, sampling)
         self.buffers = InputBuffers(self.max_num_tokens, max_num_reqs, self.input_batch.block_table.max_blocks, device)
 

@@ -30,11 +30,12 @@ class PersistentBuffer:
             for _ in range(staging.num_sets)
         ]
         self._arrays = [host.numpy() for host in self._hosts]
-        self.device = self._hosts[0] if is_host(device) else self._hosts[0].to(device)
+        self._is_shared = is_host(device)
+        self.device = self._hosts[0] if self._is_shared else self._hosts[0].to(device)
 
     @property
     def host(self) -> torch.Tensor:
-        """What this step wrote; it stays so until the second step after it."""
+        """What this step wrote (by ``fill_columns``: side by side); it stays so until the second step after it."""
         return self._hosts[self.staging.current]
 
     @property
@@ -54,17 +55,29 @@ class PersistentBuffer:
         return self._upload(num_padded)
 
     def fill_columns(self, table: np.ndarray, rows: np.ndarray, num_columns: int, num_padded: int) -> torch.Tensor:
-        """As ``fill``, for ``table[rows, :num_columns]``; returns [num_padded, num_columns]."""
+        """As ``fill``, for ``table[rows, :num_columns]``; returns [num_padded, num_columns].
+
+        Nothing else crosses to the device, and its row stays where it is: columns further on hold what they held, so a
+        kernel that is given whole rows reads none past the blocks of a row's request.
+        """
         num_unpadded, array = len(rows), self.array
         assert num_unpadded <= num_padded <= len(array), (
             f"{num_unpadded} rows, {num_padded} padded rows, {len(array)} rows in the buffer"
         )
-        array[:num_unpadded, :num_columns] = table[rows, :num_columns]
-        array[num_unpadded:num_padded, :num_columns] = self.pad_value
-        return self._upload(num_padded)[:, :num_columns]
+        target = self.device[:num_padded, :num_columns]
+        if self._is_shared:
+            written = array[:num_padded, :num_columns]
+        else:  # side by side: a copy of pieces would go through memory that is not pinned, and the host wait for it
+            written = array.reshape(-1)[: num_padded * num_columns].reshape(num_padded, num_columns)
+        written[:num_unpadded] = table[rows, :num_columns]
+        written[num_unpadded:] = self.pad_value
+        if not self._is_shared:
+            packed = self.host.view(-1)[: num_padded * num_columns].view(num_padded, num_columns)
+            target.copy_(packed.to(target.device, non_blocking=True))
+        return target
 
     def _upload(self, num_rows: int) -> torch.Tensor:
-        if self.device is not self._hosts[0]:
+        if not self._is_shared:
             self.device[:num_rows].copy_(self.host[:num_rows], non_blocking=True)
         return self.device[:num_rows]
 

@@ -3,23 +3,31 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from vllm.model_executor.layers.attention import Attention
+from vllm.distributed import get_dp_group
+from vllm.kernels import ops
+from vllm.kernels.padding import PAD_EXPERT
+from vllm.kernels.reference_sampling import LOGPROB_ROWS
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe import FusedMoE
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
-from vllm.v1.sample.metadata import Penalties, SamplingMetadata, TokenEntries
-from vllm.v1.sample.sampler import LOGPROB_ROWS
+from vllm.v1.sample.metadata import Penalties, SamplingMetadata
 from vllm.v1.transfers import is_host
 from vllm.v1.worker.batch_plan import BatchPlan
 from vllm.v1.worker.dp_utils import coordinate_batch_across_dp
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+logger = init_logger(__name__)
 
 PROMPT_LOGPROB_ROWS = 256
 _SMALL_TOKENS, _SMALL_ROWS = 32, 4
@@ -30,26 +38,35 @@ _KERNEL_SCRATCH = 64 << 20
 def largest_step_bytes(runner: GPUModelRunner) -> int:
     """Bytes that the largest step takes for a time, and those of its buffers where they count as free until written.
 
-    A device runs that step, and so compiles what it compiles when it is first used: a prompt in the longest context, as
-    many requests in it as may decode, and one, for which kernels have forms of their own. On CPU it would take as long
-    as a prompt of that size, so a small one is measured and scaled: what a step makes grows no faster than its rows,
-    and attention says what it takes in a long context. Every rank calls this at the same time. The buffers that layers
-    share are made here, so that none is left to be made in service.
+    A device runs that step: a prompt in the longest context, and as many requests in it as may decode; and those that
+    take each form of its kernels, so that none is left to be compiled in service. On CPU it would take as long as a
+    prompt of that size, so a small one is measured and scaled: what a step makes grows no faster than its rows, and
+    attention says what it takes in a long context. Every rank calls this at the same time. The buffers that layers
+    share are made here, too.
     """
     config = runner.vllm_config
     num_tokens, num_reqs = runner.max_num_tokens, config.scheduler_config.max_num_seqs
     scored, context = min(num_tokens, PROMPT_LOGPROB_ROWS), config.model_config.max_model_len
     with _caches(runner):
         if not is_host(runner.device):
-            decodes = [_decode_peak(runner, n, context) for n in (1, min(num_tokens, num_reqs))]
+            began, before = time.monotonic(), ops.num_compiled()
+            decodes = min(num_tokens, num_reqs)
+            steps = {(1, 1, context), (decodes, decodes, context)}
+            steps |= set(ops.paged_attention_forms(runner.device, num_tokens, num_reqs, context))
+            models = [_model_peak(runner, *step) for step in sorted(steps)]
+            _run_experts(runner, num_tokens)
             forward, *others = _peaks(runner, num_tokens, max(num_reqs, scored), num_reqs, scored, context)
-            return max(forward, *decodes) + sum(others)
+            logger.info(
+                "%d kinds of steps ran once in %.1f s; Triton compiled %d kernels",
+                len(steps) + 1, time.monotonic() - began, ops.num_compiled() - before,
+            )  # fmt: skip
+            return max(forward, *models) + sum(others)
         _peaks(runner, 1, 1, 1, 1)
         tokens, rows = min(num_tokens, _SMALL_TOKENS), min(num_tokens, _SMALL_ROWS)
         forward, head, sampler, scoring = _peaks(runner, tokens, rows, rows, rows)
     runner.step_buffers.renew()
-    layers = [layer for layer in runner.model.modules() if isinstance(layer, Attention)]
-    attention = max([x.impl.workspace_bytes(num_tokens, context, x.dtype) for x in layers], default=0)
+    layers: list[Any] = [layer for layer in runner.model.modules() if hasattr(layer, "workspace_bytes")]
+    attention = max([layer.workspace_bytes(num_tokens, context) for layer in layers], default=0)
     peak = forward * num_tokens // tokens
     peak += (head * max(num_reqs, scored) + sampler * num_reqs + scoring * min(scored, LOGPROB_ROWS)) // rows
     return peak + attention + runner.step_buffers.nbytes + runner.input_batch.nbytes + _KERNEL_SCRATCH
@@ -95,12 +112,28 @@ def _prepare(
     return runner.forward_context(plan, common), zeros
 
 
-def _decode_peak(runner: GPUModelRunner, num_reqs: int, context: int) -> int:
-    """The most that the model takes where each request runs one token."""
-    forward, zeros = _prepare(runner, num_reqs, num_reqs, context)
+def _model_peak(runner: GPUModelRunner, num_tokens: int, num_reqs: int, context: int) -> int:
+    """The most that the model takes where the requests run so many tokens in all."""
+    forward, zeros = _prepare(runner, num_tokens, num_reqs, context)
     with forward, runner.platform.measure_peak(runner.device) as peak:
         runner.model(zeros, zeros)
     return peak.bytes
+
+
+def _run_experts(runner: GPUModelRunner, num_tokens: int) -> None:
+    """Each form of the experts' kernels, on rows that choose none: what a rank receives in a step may be the rows of
+    one token, or of all ranks' largest steps, which no step here is."""
+    layers = {
+        (layer.local_num_experts, layer.router.top_k, layer.hidden_size, layer.local_intermediate): layer
+        for layer in runner.model.modules()
+        if isinstance(layer, FusedMoE)
+    }
+    for (E, S, D, _), layer in layers.items():
+        received = num_tokens * get_dp_group().world_size
+        for T in ops.fused_experts_forms(runner.device, received, S, E, layer.dtype) if E else ():
+            x = torch.zeros(T, D, dtype=layer.dtype, device=runner.device)
+            weights, ids = (torch.full((T, S), value, device=runner.device) for value in (0.0, PAD_EXPERT))
+            layer.experts(x, weights, ids.to(torch.int32))
 
 
 def _peaks(
@@ -117,28 +150,31 @@ def _peaks(
         with measure(device) as head:
             logits = runner.model.compute_logits(hidden_states[rows])
         with measure(device) as sampler:
-            runner.sampler(logits[:num_reqs], _all_options(runner, num_reqs))
+            # With penalties and without: the logits are of other types.
+            for options in _all_options(runner, num_reqs):
+                runner.sampler(logits[:num_reqs], options)
         with measure(device) as scoring:
             runner.sampler.gather_logprobs(logits[:num_scored], config.model_config.max_logprobs, rows)
     return [each.bytes for each in (forward, head, sampler, scoring)]
 
 
-def _all_options(runner: GPUModelRunner, num_reqs: int) -> SamplingMetadata:
-    """Every row sampled under every limit, and penalised for as many tokens as a request can have seen."""
+def _all_options(runner: GPUModelRunner, num_reqs: int) -> Iterator[SamplingMetadata]:
+    """Every row sampled under every limit, and then also penalised for as many tokens as a request can have seen."""
     model, device = runner.vllm_config.model_config, runner.device
-    vocab_size, real = model.vocab_size, runner.input_batch.sampling.real
+    vocab_size = model.vocab_size
     seen = min(model.max_model_len, vocab_size)
     each = torch.ones(num_reqs, device=device)
-    entry = torch.ones(num_reqs * seen, device=device)
-    at = torch.arange(num_reqs * seen, device=device)
-    return SamplingMetadata(
-        noise=each.to(real) / 2,
+    starts, tokens = (torch.arange(n, device=device) for n in (num_reqs + 1, num_reqs * seen))
+    limited = SamplingMetadata(
         temperature=each,
-        greedy=each == 0,
+        seeds=torch.zeros_like(each, dtype=torch.int64),
+        positions=torch.zeros_like(each, dtype=torch.int64),
         top_k=torch.full_like(each, max(vocab_size - 1, 1), dtype=torch.int64),
-        max_top_k=max(vocab_size - 1, 1),
-        top_p=each.to(real) / 2,
-        top_p_alone=True,
-        min_p=each / vocab_size,
-        penalties=Penalties(TokenEntries(at // seen, at % seen), entry, entry.clone(), entry.clone(), entry.clone()),
+        top_p=each / 2,
+        log_min_p=-20 * each,
     )
+    yield limited
+    penalties = Penalties(
+        (starts * seen).int(), tokens % seen, torch.ones_like(tokens, dtype=each.dtype), each, each, each
+    )
+    yield replace(limited, penalties=penalties)

@@ -24,13 +24,13 @@ struct Args {
   const void* q;
   int64_t q0, q1;
   const void* k_cache;
-  int64_t kc0, kc1;
+  int64_t kc0, kc1, kc2;
   const void* v_cache;
-  int64_t vc0, vc1;
+  int64_t vc0, vc1, vc2;
   const int32_t* table;
   int64_t table0;
   const int32_t *start, *lens;
-  int64_t requests, tokens, heads, kv_heads, D, blocks, block_size, table_blocks, window;
+  int64_t requests, tokens, heads, kv_heads, D, DV, blocks, block_size, table_blocks, window;
   void* out;
   int64_t out0, out1, threads;
   double scale;
@@ -66,7 +66,7 @@ Keys keys_of(const Args& a, const Task& t, int64_t row) {
 }
 
 // Whether so few rows share a V that copying it is not worth while.
-bool reads_cache(const Args& a, int64_t per_head) { return per_head <= MR_MAX && a.D % VL == 0; }
+bool reads_cache(const Args& a, int64_t per_head) { return per_head <= MR_MAX && a.DV % VL == 0; }
 
 // Where the keys of a block lie in the caches, at the first KV head; null outside [lo, hi) of the task.
 template <class T> struct Block {
@@ -78,10 +78,10 @@ template <class T> struct Block {
     while (begin < end) {
       int64_t pos = base + begin, offset = (uint32_t)pos % (uint32_t)a.block_size;
       int64_t id = table[(uint32_t)pos / (uint32_t)a.block_size];
-      const T* kr = (const T*)a.k_cache + id * a.kc0 + t.kv_head * a.kc1 + offset * a.D;
-      const T* vr = (const T*)a.v_cache + id * a.vc0 + t.kv_head * a.vc1 + offset * a.D;
+      const T* kr = (const T*)a.k_cache + id * a.kc0 + t.kv_head * a.kc1 + offset * a.kc2;
+      const T* vr = (const T*)a.v_cache + id * a.vc0 + t.kv_head * a.vc1 + offset * a.vc2;
       int64_t run = a.block_size - offset < end - begin ? a.block_size - offset : end - begin;
-      for (int64_t i = 0; i < run; i++, kr += a.D, vr += a.D) k[begin + i] = kr, v[begin + i] = vr;
+      for (int64_t i = 0; i < run; i++, kr += a.kc2, vr += a.vc2) k[begin + i] = kr, v[begin + i] = vr;
       begin += (int)run;
     }
   }
@@ -273,10 +273,10 @@ void run_split(const Args& a, const Task& t, int64_t split, const Keys* keys, co
         for (int64_t r = r0; r < r0 + rows; r++)
           if (Keys k = in_block(keys[r], base); k.lo < k.hi) softmax_row(p + r * KB, k, m + r, l + r, o + r * Dp, Dp);
       });
-      if (!cached) load_values(a.D, Dp, head * a.vc1, now.v, next.v, block);
+      if (!cached) load_values(a.DV, Dp, head * a.vc1, now.v, next.v, block);
       for_tiles(t.per_head, [&](int64_t r0, int rows) {
         auto add = [&](int64_t r, int n, int64_t k0, int64_t k1) {
-          if (cached) add_cached(n, k0, k1, a.D, Dp, head * a.vc1, p + r * KB, now.v, next.v, o + r * Dp);
+          if (cached) add_cached(n, k0, k1, a.DV, Dp, head * a.vc1, p + r * KB, now.v, next.v, o + r * Dp);
           else add_values(n, k0, k1, Dp, p + r * KB, block, o + r * Dp);
         };
         // keys that all rows of the tile see, and what single rows see before and after them
@@ -323,16 +323,16 @@ template <class T> void write_rows(const Args& a, const Task& t, State s, int64_
     T* to = (T*)a.out + row * a.out0 + head * a.out1;
     const float* o = s.o + r * Dp;
     float scale = 1.0f / s.l[r];
-    for (int64_t d = 0; d < a.D; d += VL) {
-      if (a.D - d >= VL) store(to + d, load(o + d) * scale);
-      else store_part(to + d, load(o + d) * scale, (int)(a.D - d));
+    for (int64_t d = 0; d < a.DV; d += VL) {
+      if (a.DV - d >= VL) store(to + d, load(o + d) * scale);
+      else store_part(to + d, load(o + d) * scale, (int)(a.DV - d));
     }
   }
 }
 
 template <class T> int attention(const Args& a) {
   int threads = (int)a.threads;
-  int64_t G = a.heads / a.kv_heads, Dp = (a.D + NR - 1) / NR * NR;
+  int64_t G = a.heads / a.kv_heads, Dp = (a.DV + NR - 1) / NR * NR;
   int64_t per_task = ROWS / G < 1 ? 1 : ROWS / G;
   std::vector<Task> tasks;
   int64_t work = 0;
@@ -390,8 +390,9 @@ template <class T> int attention(const Args& a) {
   auto run = [&](const Task& t, int64_t split0, int64_t splits) {
     int64_t state = State::floats(t.rows, Dp);
     int64_t Kp = padded_k<T>(a.D), q_size = (t.rows * Kp + 15) / 16 * 16;
-    float* mem = scratch.get<float>(KB * Dp + t.per_head * KB + q_size + 2 * state);
-    float *block = mem, *p = block + KB * Dp, *q = p + t.per_head * KB, *states = q + q_size;
+    int64_t block_size = KB * std::max(Dp, (Kp * (int64_t)sizeof(T) + 3) / 4);
+    float* mem = scratch.get<float>(block_size + t.per_head * KB + q_size + 2 * state);
+    float *block = mem, *p = block + block_size, *q = p + t.per_head * KB, *states = q + q_size;
     Keys* keys = keys_scratch.get<Keys>(t.per_head);
     for (int64_t r = 0; r < t.per_head; r++) keys[r] = keys_of(a, t, r);
     for (int64_t r = 0; r < t.rows; r++) {
@@ -428,7 +429,7 @@ template <class T> int attention(const Args& a) {
     for_tasks(threads, n, [&](int64_t i) { run(tasks[i], 0, tasks[i].splits); });
   }
   for (int64_t row = a.start[a.requests]; row < a.tokens; row++)
-    for (int64_t h = 0; h < a.heads; h++) std::memset((T*)a.out + row * a.out0 + h * a.out1, 0, a.D * sizeof(T));
+    for (int64_t h = 0; h < a.heads; h++) std::memset((T*)a.out + row * a.out0 + h * a.out1, 0, a.DV * sizeof(T));
   return 0;
 }
 

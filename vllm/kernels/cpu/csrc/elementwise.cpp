@@ -154,7 +154,7 @@ EXPORT int vc_rotary(const RotaryArgs* a) {
   return 0;
 }
 
-// Strides in bytes: the element size is all the types differ in here.
+// Strides in bytes: the element size is all the types differ in here. v is null where the values are part of the keys.
 struct CacheArgs {
   int64_t T, J, row_bytes, blocks, block_size;
   const char* k;
@@ -162,9 +162,9 @@ struct CacheArgs {
   const char* v;
   int64_t v0, v1;
   char* k_cache;
-  int64_t kc0, kc1;
+  int64_t kc0, kc1, kc2;
   char* v_cache;
-  int64_t vc0, vc1;
+  int64_t vc0, vc1, vc2;
   const int64_t* slots;
   int64_t threads;
 };
@@ -174,10 +174,10 @@ EXPORT int vc_reshape_and_cache(const CacheArgs* a) {
   for_range((int)a->threads, a->T, 1 + (64 << 10) / (a->J * a->row_bytes), [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; t++) {
       if (a->slots[t] < 0) continue;
-      int64_t block = a->slots[t] / a->block_size, at = a->slots[t] % a->block_size * a->row_bytes;
+      int64_t block = a->slots[t] / a->block_size, at = a->slots[t] % a->block_size;
       for (int64_t h = 0; h < a->J; h++) {
-        std::memcpy(a->k_cache + block * a->kc0 + h * a->kc1 + at, a->k + t * a->k0 + h * a->k1, a->row_bytes);
-        std::memcpy(a->v_cache + block * a->vc0 + h * a->vc1 + at, a->v + t * a->v0 + h * a->v1, a->row_bytes);
+        std::memcpy(a->k_cache + block * a->kc0 + h * a->kc1 + at * a->kc2, a->k + t * a->k0 + h * a->k1, a->row_bytes);
+        if (a->v) std::memcpy(a->v_cache + block * a->vc0 + h * a->vc1 + at * a->vc2, a->v + t * a->v0 + h * a->v1, a->row_bytes);
       }
     }
   });

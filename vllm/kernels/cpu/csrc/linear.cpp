@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Linear layers over packed weights, embedding rows out of them, and SwiGLU experts.
 #include "amx.h"
+#include "quantized.h"
 
 namespace {
 
 constexpr int64_t A_BYTES = 384 << 10;  // fp32 rows of one block: they share the L2 cache with a weight panel
-thread_local Scratch a_scratch, c_scratch, gate_scratch, pair_scratch;
+thread_local Scratch a_scratch, c_scratch, gate_scratch, pair_scratch, row_scratch;
 
 int64_t block_rows(int64_t M, int64_t K) {
   int64_t most = A_BYTES / (K * 4) / MR_MAX * MR_MAX;
@@ -102,11 +103,74 @@ void gemm_block(int64_t rows, Rows a, int64_t K, const W* w, int64_t p0, int64_t
   }
 }
 
-template <class T, class O>
-void linear(int64_t M, int64_t N, int64_t K, const T* x, int64_t ldx, const T* w, const T* bias, O* out, int64_t ldo,
+// Weights that linear layers and experts multiply with: take() makes Rows of inputs, gemm() multiplies them with panels.
+template <class T> struct DenseWeight {
+  int64_t K;
+  const T* w;
+  int64_t block(int64_t M) const { return block_rows(M, K); }  // rows to take at a time
+  template <class Row> Rows take(int64_t rows, int64_t ld, bool in_place, Row&& row) const {
+    return take_rows<T>(rows, K, ld, in_place, row);
+  }
+  template <class Done> void gemm(int64_t rows, Rows a, int64_t p0, int64_t p1, Done&& done) const {
+    gemm_block(rows, a, K, w, p0, p1, done);
+  }
+  DenseWeight at(int64_t panel) const { return {K, w + panel * weight_k<T>(K) * NR}; }
+};
+
+template <class T> struct QuantizedWeight {
+  Quantized q;
+
+  int64_t block(int64_t M) const { return block_rows(M, q.integer ? IntegerRow::bytes(q) / 4 : 1); }
+  template <class Row> Rows take(int64_t rows, int64_t ld, bool in_place, Row&& row) const {
+    if (std::is_same_v<T, float> && in_place && !q.integer && !q.order && !q.activations) return {row(0), ld};
+    const int64_t K = q.K, padded = q.padded(), bytes = q.integer ? IntegerRow::bytes(q) : padded * 4;
+    ld = (bytes + 63) / 64 * 64 + 64;
+    char* a = a_scratch.get<char>(rows * ld);
+    float* wide = row_scratch.get<float>(padded);
+    for (int64_t i = 0; i < rows; i++) {
+      const T* x = row(i);
+      float* to = q.integer ? wide : (float*)(a + i * ld);
+      if (!q.order) {
+        widen_row(x, K, padded, to);
+      } else {
+        for (int64_t k = 0; k < K; k++) to[k] = to_float(x[q.order[k]]);
+        std::fill(to + K, to + padded, 0.0f);
+      }
+      if (q.activations == TO_FP8 || (q.activations && !q.integer)) round_row(q, to);
+      if (q.integer) round_to_int8(q, wide, a + i * ld);
+    }
+    return {a, q.integer ? ld : ld / 4};
+  }
+
+  template <class Done> void gemm(int64_t rows, Rows a, int64_t p0, int64_t p1, Done&& done) const {
+    const int64_t tiles = q.integer ? (rows + DOT_ROWS - 1) / DOT_ROWS : 1, highest = (rows + tiles - 1) / tiles;
+    const int64_t group = q.integer ? dot_panels((int)highest, (int)q.step_bytes()) : MOST_PANELS;
+    float* c = c_scratch.get<float>(highest * MOST_PANELS * NR);
+    for (int64_t p = p0; p < p1; p += group) {
+      const int np = (int)(p1 - p < group ? p1 - p : group);
+      const uint8_t* panel = q.data + p * q.panel();
+      for (int64_t i = 0; i < tiles; i++) {
+        int64_t r0 = rows * i / tiles;
+        int mr = (int)(rows * (i + 1) / tiles - r0);
+        if (q.integer) dot_tile(q, mr, np, panel, (const char*)a.data + r0 * a.ld, a.ld, c);
+        else wide_tiles(q, mr, np, panel, (const float*)a.data + r0 * a.ld, a.ld, c);
+        done(r0, mr, p, np, c, (int64_t)np * NR);
+      }
+    }
+  }
+
+  QuantizedWeight at(int64_t panel) const {
+    QuantizedWeight other = *this;
+    other.q.data += panel * q.panel();
+    return other;
+  }
+};
+
+template <class T, class O, class W>
+void linear(int64_t M, int64_t N, int64_t K, const T* x, int64_t ldx, const W& w, const T* bias, O* out, int64_t ldo,
             int threads) {
   int64_t panels = (N + NR - 1) / NR;
-  int64_t mc = block_rows(M, K), m_blocks = (M + mc - 1) / mc;
+  int64_t mc = w.block(M), m_blocks = (M + mc - 1) / mc;
   int64_t used = 1 + M * N * K / (64 << 10);
   threads = (int)(used < threads ? used : threads);
   // tasks in an order that keeps a thread on one block of rows; chunks are multiples of the largest panel group
@@ -120,11 +184,11 @@ void linear(int64_t M, int64_t N, int64_t K, const T* x, int64_t ldx, const T* w
     for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < m_blocks * chunks;) {
       int64_t block = i / chunks, m0 = block * mc, rows = M - m0 < mc ? M - m0 : mc;
       if (block != have) {
-        a = take_rows<T>(rows, K, ldx, true, [&](int64_t r) { return x + (m0 + r) * ldx; });
+        a = w.take(rows, ldx, true, [&](int64_t r) { return x + (m0 + r) * ldx; });
         have = block;
       }
       int64_t p0 = i % chunks * chunk, p1 = p0 + chunk < panels ? p0 + chunk : panels;
-      gemm_block(rows, a, K, w, p0, p1, [&](int64_t r0, int mr, int64_t p, int np, const float* c, int64_t ldc) {
+      w.gemm(rows, a, p0, p1, [&](int64_t r0, int mr, int64_t p, int np, const float* c, int64_t ldc) {
         int64_t n0 = p * NR, n = N - n0 < np * NR ? N - n0 : np * NR;
         for (int r = 0; r < mr; r++)
           store_row(out + (m0 + r0 + r) * ldo + n0, c + r * ldc, bias ? bias + n0 : nullptr, n);
@@ -159,7 +223,7 @@ struct ExpertsArgs {
   int64_t dtype, wide_ids, T, S, E, I, D;
   const void* x;
   int64_t ldx;
-  const void *w13, *w2, *ids;
+  const void *w13, *w2, *ids;  // quantised: w13 and w2 point at their Quantized
   const float* weights;
   void* out;
   int64_t ldo, threads;
@@ -182,14 +246,13 @@ INLINE vf bias_at(const float* bias, int64_t some) {
 }
 
 // w13: [E][gate panels, up panels], w2: [E][panels]. See fused_experts in Python.
-template <class T> int experts(const ExpertsArgs& args) {
+template <class T, class W> int experts(const ExpertsArgs& args, const W& w13, const W& w2) {
   const int64_t tokens = args.T, slots = args.S, E = args.E, I = args.I, D = args.D, ldx = args.ldx;
-  const T *x = (const T*)args.x, *w13 = (const T*)args.w13, *w2 = (const T*)args.w2;
+  const T* x = (const T*)args.x;
   auto id_at = [&](int64_t i) { return args.wide_ids ? ((const int64_t*)args.ids)[i] : (int64_t)((const int32_t*)args.ids)[i]; };
   for (int64_t i = 0; i < tokens * slots; i++)
     if (id_at(i) < -1 || id_at(i) >= E) return 1;
   int64_t i_panels = (I + NR - 1) / NR, d_panels = (D + NR - 1) / NR;
-  int64_t w13_panel = weight_k<T>(D) * NR, w2_panel = weight_k<T>(I) * NR;
   int64_t ldh = i_panels * NR, ldy = d_panels * NR;
 
   // Few enough tokens at a time that the intermediate values stay below 64 MB.
@@ -221,8 +284,8 @@ template <class T> int experts(const ExpertsArgs& args) {
     int64_t work = first[E] * I * D;
     int used = work < (64 << 10) ? 1 : (int)args.threads;
     // fn(expert, first sorted position, rows, first panel, last panel) over all experts that have tokens
-    auto blocks = [&](int64_t K, int64_t panels, auto&& fn) {
-      int64_t mc = block_rows(8 * MR_MAX, K), chunks = used == 1 ? 1 : (panels + NP_MAX - 1) / NP_MAX;
+    auto blocks = [&](const W& w, int64_t panels, auto&& fn) {
+      int64_t mc = w.block(8 * MR_MAX), chunks = used == 1 ? 1 : (panels + NP_MAX - 1) / NP_MAX;
       chunks = chunks > 4 * used ? 4 * used : chunks;
       int64_t chunk = (panels + chunks - 1) / chunks;
       for_tasks(used, E * chunks, [&](int64_t task) {
@@ -232,16 +295,15 @@ template <class T> int experts(const ExpertsArgs& args) {
       });
     };
 
-    blocks(D, i_panels, [&](int64_t e, int64_t s, int64_t rows, int64_t p0, int64_t p1) {
-      Rows a = take_rows<T>(rows, D, 0, false, [&](int64_t r) { return x + (t0 + order[s + r] / slots) * ldx; });
-      const T* gates = w13 + e * 2 * i_panels * w13_panel;
-      const T* ups = gates + i_panels * w13_panel;
+    blocks(w13, i_panels, [&](int64_t e, int64_t s, int64_t rows, int64_t p0, int64_t p1) {
+      const W gates = w13.at(e * 2 * i_panels), ups = gates.at(i_panels);
+      Rows a = gates.take(rows, 0, false, [&](int64_t r) { return x + (t0 + order[s + r] / slots) * ldx; });
       float* gate = gate_scratch.get<float>(rows * NR);
       for (int64_t p = p0; p < p1; p++) {
-        gemm_block(rows, a, D, gates, p, p + 1, [&](int64_t r0, int mr, int64_t, int, const float* c, int64_t) {
+        gates.gemm(rows, a, p, p + 1, [&](int64_t r0, int mr, int64_t, int, const float* c, int64_t) {
           std::memcpy(gate + r0 * NR, c, mr * NR * 4);
         });
-        gemm_block(rows, a, D, ups, p, p + 1, [&](int64_t r0, int mr, int64_t, int, const float* c, int64_t) {
+        ups.gemm(rows, a, p, p + 1, [&](int64_t r0, int mr, int64_t, int, const float* c, int64_t) {
           for (int64_t i = 0; i < mr * NR; i += VL) {
             vf g = load(gate + r0 * NR + i), u = load(c + i);
             if (args.b13) {
@@ -257,20 +319,20 @@ template <class T> int experts(const ExpertsArgs& args) {
         });
       }
     });
-    blocks(I, d_panels, [&](int64_t e, int64_t s, int64_t rows, int64_t p0, int64_t p1) {
-      Rows a = take_rows<T>(rows, I, ldh, true, [&](int64_t r) { return h + (s + r) * ldh; });
-      gemm_block(rows, a, I, w2 + e * d_panels * w2_panel, p0, p1,
-                 [&](int64_t r0, int mr, int64_t p, int np, const float* c, int64_t ldc) {
-                   for (int r = 0; r < mr; r++) {
-                     vf scale = splat(wt[order[s + r0 + r]]);
-                     float* to = y + (s + r0 + r) * ldy + p * NR;
-                     for (int64_t j = 0; j < np * NR; j += VL) {
-                       vf sum = load(c + r * ldc + j);
-                       if (args.b2) sum += bias_at(args.b2 + e * D + p * NR + j, D - p * NR - j);
-                       store(to + j, sum * scale);
-                     }
-                   }
-                 });
+    blocks(w2, d_panels, [&](int64_t e, int64_t s, int64_t rows, int64_t p0, int64_t p1) {
+      const W down = w2.at(e * d_panels);
+      Rows a = down.take(rows, ldh, true, [&](int64_t r) { return h + (s + r) * ldh; });
+      down.gemm(rows, a, p0, p1, [&](int64_t r0, int mr, int64_t p, int np, const float* c, int64_t ldc) {
+        for (int r = 0; r < mr; r++) {
+          vf scale = splat(wt[order[s + r0 + r]]);
+          float* to = y + (s + r0 + r) * ldy + p * NR;
+          for (int64_t j = 0; j < np * NR; j += VL) {
+            vf sum = load(c + r * ldc + j);
+            if (args.b2) sum += bias_at(args.b2 + e * D + p * NR + j, D - p * NR - j);
+            store(to + j, sum * scale);
+          }
+        }
+      });
     });
     for_range(used, nt, 1 + (32 << 10) / (slots * D), [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; t++)
@@ -310,14 +372,24 @@ struct LinearArgs {
   void* out;
   int64_t ldo, threads;
 };
+template <class T, class W> void run_linear(const LinearArgs& a, const W& w) {
+  auto run = [&](auto* out) {
+    linear(a.T, a.N, a.K, (const T*)a.x, a.ldx, w, (const T*)a.bias, out, a.ldo, (int)a.threads);
+  };
+  if (a.out_dtype == FP32) run((float*)a.out);
+  else run((T*)a.out);
+}
 EXPORT int vc_linear(const LinearArgs* a) {
   with_type(a->dtype, [&](auto t) {
     using T = decltype(t);
-    auto run = [&](auto* out) {
-      linear(a->T, a->N, a->K, (const T*)a->x, a->ldx, (const T*)a->w, (const T*)a->bias, out, a->ldo, (int)a->threads);
-    };
-    if (a->out_dtype == FP32) run((float*)a->out);
-    else run((T*)a->out);
+    run_linear<T>(*a, DenseWeight<T>{a->K, (const T*)a->w});
+  });
+  return 0;
+}
+EXPORT int vc_quantized_linear(const LinearArgs* a) {
+  with_type(a->dtype, [&](auto t) {
+    using T = decltype(t);
+    run_linear<T>(*a, QuantizedWeight<T>{*(const Quantized*)a->w});
   });
   return 0;
 }
@@ -337,6 +409,17 @@ EXPORT int vc_embedding(const EmbeddingArgs* a) {
 
 EXPORT int vc_fused_experts(const ExpertsArgs* a) {
   int rc = 0;
-  with_type(a->dtype, [&](auto t) { rc = experts<decltype(t)>(*a); });
+  with_type(a->dtype, [&](auto t) {
+    using T = decltype(t);
+    rc = experts<T>(*a, DenseWeight<T>{a->D, (const T*)a->w13}, DenseWeight<T>{a->I, (const T*)a->w2});
+  });
+  return rc;
+}
+EXPORT int vc_quantized_experts(const ExpertsArgs* a) {
+  int rc = 0;
+  with_type(a->dtype, [&](auto t) {
+    using W = QuantizedWeight<decltype(t)>;
+    rc = experts<decltype(t)>(*a, W{*(const Quantized*)a->w13}, W{*(const Quantized*)a->w2});
+  });
   return rc;
 }

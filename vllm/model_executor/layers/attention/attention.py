@@ -75,6 +75,10 @@ class Attention(nn.Module):
         shape = self.backend.get_kv_cache_shape(config.num_blocks, config.block_size, self.num_kv_heads, self.head_size)
         self.kv_cache = (ops.zeroed_cache(shape, self.dtype), ops.zeroed_cache(shape, self.dtype))
 
+    def workspace_bytes(self, num_tokens: int, max_model_len: int) -> int:
+        """What the layer allocates for a time beside its buffers; see ``AttentionImpl.workspace_bytes``."""
+        return self.impl.workspace_bytes(num_tokens, max_model_len, self.dtype)
+
     def unbind_kv_cache(self) -> None:
         self.kv_cache = None
 

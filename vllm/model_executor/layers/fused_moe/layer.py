@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from vllm import forward_context
 from vllm.distributed import get_ep_group, get_tp_group
 from vllm.distributed.eplb import first_placement
 from vllm.kernels import ops
+from vllm.kernels.quantized import QuantizedWeight, put_rows
 from vllm.kernels.weights import PackedExperts
 from vllm.model_executor.layers.fused_moe.router import Router
 from vllm.model_executor.layers.linear import divide
@@ -67,8 +69,8 @@ class FusedMoE(nn.Module):
         self.expert_load: torch.Tensor | None = None
         self.expert_map: torch.Tensor | None = None
         self.place(owners)
-        self.w13: PackedExperts | None = None
-        self.w2: PackedExperts | None = None
+        self.w13: PackedExperts | QuantizedWeight | None = None
+        self.w2: PackedExperts | QuantizedWeight | None = None
         self.bias_names, self.activation = bias_names, activation
         # Ranks with slices of one expert add up their results: the bias comes from one of them.
         self.adds_down_bias = enable_expert_parallel or tp.rank_in_group == 0
@@ -106,18 +108,21 @@ class FusedMoE(nn.Module):
         for expert in range(self.num_experts):
             local, needed = place_of.get(expert, -1), expert in place_of
             gate, up, down = self.expert_names(expert)
-            rows = self.intermediate_slice
-            specs += [
-                WeightSpec(f"{gate}.weight", (inter, hidden), self._take_w13(local, 0), needed=needed, rows=rows),
-                WeightSpec(f"{up}.weight", (inter, hidden), self._take_w13(local, 1), needed=needed, rows=rows),
-                WeightSpec(f"{down}.weight", (hidden, inter), self._take_w2(local), needed=needed),
-            ]
+            of_w13: dict[str, Any] = {"rows": self.intermediate_slice, "alike": "w13"}
+            of_w2: dict[str, Any] = {"cols": self.intermediate_slice, "alike": "w2"}
+            for name, shape, take, more in (
+                (gate, (inter, hidden), self._take_w13(local, 0), of_w13),
+                (up, (inter, hidden), self._take_w13(local, 1), of_w13),
+                (down, (hidden, inter), self._take_w2(local), of_w2),
+            ):
+                specs.append(WeightSpec(f"{name}.weight", shape, take, needed=needed, quantized=True, **more))
         return specs + self._bias_specs()
 
     def _bias_specs(self) -> list[WeightSpec]:
         if self.bias_names is None:
             return []
-        E, some, local = self.num_experts, bool(self.local_experts), torch.tensor(self.local_experts, dtype=torch.int64)
+        E, some = self.num_experts, bool(self.local_experts)
+        local = torch.tensor(self.local_experts, dtype=torch.int64, device="cpu")
         of_gate_up, of_down = (E, 2 * self.intermediate_size), (E, self.hidden_size)
         gate_up, down = self.bias_names
         return [
@@ -135,22 +140,44 @@ class FusedMoE(nn.Module):
         self.b2.copy_(loaded)
 
     def _take_w13(self, expert: int, half: int) -> Callable[[torch.Tensor], None]:
-        def take(loaded: torch.Tensor) -> None:
+        def take(loaded: torch.Tensor | QuantizedWeight) -> None:
+            rows = 2 * self.local_intermediate
+            if isinstance(loaded, QuantizedWeight):
+                assert not isinstance(self.w13, PackedExperts), f"{self.layer_name}: experts in two forms"
+                first = half * self.local_intermediate
+                self.w13 = put_rows(self.w13, loaded, self.local_num_experts, rows, expert, first, gated=True)
+                return
+            assert not isinstance(self.w13, QuantizedWeight), f"{self.layer_name}: experts in two forms"
             if self.w13 is None:
-                rows = 2 * self.local_intermediate
                 self.w13 = ops.empty_experts(self.local_num_experts, rows, self.hidden_size, self.dtype, True)
             ops.repack_expert_weight(self.w13, expert, loaded, half)
 
         return take
 
     def _take_w2(self, expert: int) -> Callable[[torch.Tensor], None]:
-        def take(loaded: torch.Tensor) -> None:
+        def take(loaded: torch.Tensor | QuantizedWeight) -> None:
+            if isinstance(loaded, QuantizedWeight):
+                assert not isinstance(self.w2, PackedExperts), f"{self.layer_name}: experts in two forms"
+                part = loaded.columns(self.intermediate_slice)
+                self.w2 = put_rows(self.w2, part, self.local_num_experts, self.hidden_size, expert, 0)
+                return
+            assert not isinstance(self.w2, QuantizedWeight), f"{self.layer_name}: experts in two forms"
             if self.w2 is None:
                 columns = self.local_intermediate
                 self.w2 = ops.empty_experts(self.local_num_experts, self.hidden_size, columns, self.dtype)
             ops.repack_expert_weight(self.w2, expert, loaded[:, self.intermediate_slice])
 
         return take
+
+    def process_weights_after_loading(self) -> None:
+        for name in ("w13", "w2"):
+            weight = getattr(self, name)
+            if isinstance(weight, QuantizedWeight) and weight.kind == "plain":
+                setattr(self, name, ops.pack_quantized_weight(weight))
+
+    @property
+    def is_quantized(self) -> bool:
+        return isinstance(self.w13, QuantizedWeight)
 
     def forward(
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor, tp_partial: torch.Tensor | None = None

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantised models over processes: every layout gives transformers' tokens, uninitialised memory NaN."""
+
+from __future__ import annotations
+
+import launcher
+import pytest
+import tiny_quantised as quantised
+from layout_checks import check, rank_llm
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "dp", "ep"),
+    [
+        ("ct-int4:qwen3.5-moe", 2, 2, True),
+        ("gptq:qwen3-moe", 2, 2, True),
+        ("fp8-block:mixtral", 2, 1, False),
+        ("awq:mixtral", 2, 2, True),
+        (r"fp8-block:llama:layers\.0\.self_attn\.k_proj", 2, 1, False),
+    ],
+)
+def test_layout(name: str, tp: int, dp: int, ep: bool) -> None:
+    check(quantised, name, tp, dp, ep, "cpu", ["b60", "idle-rank"], 0.001)
+
+
+def test_layout_with_xpu_policies() -> None:
+    check(quantised, "fp8-block:qwen3.5-moe", 2, 2, True, "xpu", ["b60", "idle-rank"], 0.001)
+
+
+def refusal(folder: str) -> str:
+    with pytest.raises(ValueError) as caught:
+        rank_llm(folder, 2, 1, False)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "gptq-order:llama",
+            r"o_proj\.weight: columns quantised in the order of their activations.*tensor_parallel_size=1",
+        ),
+        ("ct-mxfp4:qwen3-moe", r"columns 0 to 16 of 32 cut a group of 32"),
+    ],
+)
+def test_what_tensor_parallelism_would_cut_is_refused(name: str, message: str) -> None:
+    import re
+
+    for told in launcher.run_ranks(refusal, 2, quantised.checkpoint(name), deadline_s=120):
+        assert re.search(message, told), told

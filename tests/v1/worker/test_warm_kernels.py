@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No form of a Triton kernel is left to be compiled in service: what an engine launches after its start, it has
+launched before.
+
+Kernels are compiled anew for each set of constants and options, and for what Triton makes of the other arguments: their
+types, and of numbers whether they are 1 or a multiple of 16. Here launches are recorded, and plain torch computes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import launcher
+import pytest
+import rank_checks
+import tiny_hybrids as hybrids
+import tiny_models as tiny
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+import triton
+from triton.runtime.interpreter import InterpretedFunction
+
+from vllm.kernels import reference, table
+from vllm.kernels import triton as operators
+from vllm.kernels.triton import attention, experts
+from vllm.v1.worker import step_memory
+
+# Of 16 experts, two to a token, each kind of tile is of other steps.
+tiny.CHECKPOINTS["mixtral-16"] = ("Mixtral", {"num_local_experts": 16, "num_experts_per_tok": 2})
+MODELS = {"qwen3": tiny, "mixtral-16": tiny, "qwen3.5-moe": hybrids}
+
+
+def specialised(value: Any, by_value: bool) -> Any:
+    """What the compiler knows of an argument that is no constant."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, bool) or not isinstance(value, int):
+        return type(value)
+    wide = not -(2**31) <= value < 2**31
+    return (wide, value == 1, value % 16 == 0) if by_value else wide
+
+
+def form(kernel: InterpretedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    parameters = inspect.signature(kernel.fn).parameters
+    given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+    fixed = kernel.kwargs["do_not_specialize"] or ()
+    key: dict[str, Any] = {}
+    for name, value in given.items():
+        is_constant = name not in parameters or "constexpr" in str(parameters[name].annotation)
+        key[name] = value if is_constant else specialised(value, name not in fixed)
+    return kernel.__name__, *sorted(key.items(), key=str)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
+    return record(monkeypatch)
+
+
+def record(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
+    """The forms that are launched from now on by engines, which take Triton's operators as a card's would."""
+    seen: set[tuple[Any, ...]] = set()
+
+    def note(kernel: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        seen.add(form(kernel, args, kwargs))
+
+    def both(operator: str) -> Callable[..., Any]:
+        launch, compute = getattr(operators, operator), getattr(reference, operator)
+
+        def call(*args: Any) -> Any:
+            launch(*args)
+            return compute(*args)
+
+        return call
+
+    monkeypatch.setenv("VLLM_KERNELS", "triton")
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    for operator in table.TABLE:
+        if hasattr(operators, operator):
+            monkeypatch.setattr(operators, operator, both(operator))
+    monkeypatch.setattr(InterpretedFunction, "run", note)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(table, "why_not", lambda name, device: None if name in ("triton", "reference") else "not here")
+    monkeypatch.setattr(step_memory, "is_host", lambda device: False)
+    return seen
+
+
+LOADS = ([3], [1096], [17] * 8, [1], [255, 1, 640, 9, 33], [2, 2], [511, 300], [60, 1050, 5])
+
+
+def serve(llm: Any, loads: Any = LOADS) -> None:
+    """Steps of one and of many requests, short and at the end of what they may hold, prompts whole and in chunks."""
+    for lengths in loads:
+        tiny.generate(llm, [tiny.prompt(n, seed=i) for i, n in enumerate(lengths)], 3)
+
+
+# With these there are 16 slots for states, a number that the compiler would make use of.
+SIZES = {"max_num_batched_tokens": 384, "max_num_seqs": 15, "max_model_len": 1100}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_new_is_launched_in_service(name: str, launched: set[tuple[Any, ...]]) -> None:
+    llm = MODELS[name].make_llm(name, dtype="bfloat16", **SIZES)
+    warm = set(launched)
+    serve(llm)
+    llm.shutdown()
+    kernels = {key[0] for key in warm}
+    assert {"_attend", "_merge", "_norm_kernel", "_write_kernel", "_rotary_kernel"} <= kernels
+    assert launched - warm == set()
+
+
+def of_rank(name: str, dp: int) -> tuple[int, set[Any]]:
+    """DP rank 1 has fewer requests, and none for single ones: its experts get the rows of rank 0's alone."""
+    from test_step import make_llm
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        launched = record(monkeypatch)
+        llm = make_llm(MODELS[name].checkpoint(name), 1, dp, **SIZES, dtype="bfloat16", num_gpu_blocks_override=400)
+        warm = set(launched)
+        serve(llm, [lengths[rank_checks.own_rank() :] for lengths in LOADS[3:]])
+        llm.shutdown()
+    return len(warm), launched - warm
+
+
+@pytest.mark.multiprocess
+def test_nothing_new_where_experts_are_shared() -> None:
+    found = launcher.run_ranks(of_rank, 2, "mixtral-16", 2)
+    for warm, new in found:
+        assert warm > 10
+        assert new == set()
+
+
+@pytest.mark.parametrize("heads", [(1, 1, 64), (4, 4, 64), (32, 8, 128), (40, 1, 128), (64, 1, 576), (12, 4, 96)])
+@pytest.mark.parametrize("window", [0, 1000])
+def test_forms_of_attention_are_all_that_there_are(heads: tuple[int, int, int], window: int) -> None:
+    (H, J, D), dtype, num_tokens, num_reqs, longest = heads, torch.bfloat16, 70, 9, 20000
+
+    def forms(T: int, R: int, context: int) -> set[Any]:
+        context = -(-context // 16) * 16
+        few = attention._plan_few(R, H // J, J, D, D, dtype, min(context, window or context), False)
+        many = attention._plan_many(D, D, dtype, False)
+        return {(cut.plan, cut.search, cut.heads, cut.queries) for cut in attention._cuts(T, R, H // J, J, few, many)}
+
+    # Profiling's own largest steps, and what it adds to them.
+    steps = [(num_tokens, 1, longest), *attention.paged_attention_forms(num_tokens, num_reqs, longest)]
+    assert all(T >= R for T, R, _ in steps)
+    warm = set().union(*itertools.starmap(forms, steps))
+    contexts = (1, 255, 256, 500, 513, 1023, 1025, 3000, 4100, 9000, 16384, 17000, longest)
+    for R in range(1, num_reqs + 1):
+        for T, context in itertools.product(range(R, num_tokens + 1), contexts):
+            assert forms(T, R, context) <= warm, (T, R, context)
+
+
+def test_forms_of_experts() -> None:
+    """Of 64 experts, 8 to a token: at most 8 rows of each in the mean, 40, and more; 4096 pairs in all, and more."""
+    assert experts.fused_experts_forms(5000, 8, 64, torch.bfloat16) == [1, 513]  # the interpreter has one tile
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton.knobs.runtime, "interpret", False)
+        assert experts.fused_experts_forms(5000, 8, 64, torch.bfloat16) == [1, 65, 321, 513]
+        assert experts.fused_experts_forms(64, 8, 64, torch.bfloat16) == [1]
+        assert experts.fused_experts_forms(5000, 8, 64, torch.float32) == [1, 513]
+
+
+def test_the_start_tells_of_it(launched: set[Any], log: pytest.LogCaptureFixture) -> None:
+    tiny.make_llm("qwen3", **SIZES).shutdown()
+    (told,) = [record.message for record in log.records if "kinds of steps" in record.message]
+    assert "ran once in" in told
+    assert "Triton compiled 0 kernels" in told, "those of the interpreter are not compiled"

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: PT018
+"""Products with weights that stay quantised, by the C++ kernels; contracts are those of ``kernels.ops``, and what is
+said of rows in ``kernels.cpu.ops`` holds.
+
+Where inputs have 16 bits, or the weight rounds them to int8, codes of 4 and 8 bits meet inputs rounded to int8 in
+blocks of 16 to 64 columns (``csrc/quantized.h``). All else is decoded in the cache and multiplied in float32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm.kernels.cpu import ops
+from vllm.kernels.cpu.ops import _CODE, _at, _threads
+from vllm.kernels.quantized import QuantizedWeight
+from vllm.kernels.weights import rows_in_range
+
+_FORMATS = {"int4": 0, "int8": 1, "fp8": 2, "mxfp4": 3}
+_ACTIVATIONS = {None: 0, "int8": 1, "fp8": 2}
+_MOST_COLUMNS = 1 << 15  # whose products of int8 an int32 can surely sum up
+_FEWEST_ROWS = 128  # whose largest result is surely large enough for 2 ** -6 of it to cover what rounding moves
+_i6, _i8, _i11 = (struct.Struct(f"{n}q").pack for n in (6, 8, 11))
+
+
+@dataclass(frozen=True)
+class PanelWeight(QuantizedWeight):
+    """``codes`` [(E,) bytes] hold everything; ``record`` is the ``Quantized`` of csrc that describes them."""
+
+    record: bytes = b""
+
+    @functools.cached_property
+    def record_address(self) -> int:
+        buffer = ctypes.create_string_buffer(self.record)
+        object.__setattr__(self, "_buffer", buffer)
+        return ctypes.addressof(buffer)
+
+
+def _round_up(n: int, unit: int) -> int:
+    return -(-n // unit) * unit
+
+
+def pack_quantized_weight(weight: QuantizedWeight) -> QuantizedWeight:
+    """In panels. As it is where the kernels have no form for it; the plain operators run then."""
+    scales, zeros, codes, order, K = weight.scales, weight.zeros, weight.codes, weight.input_order, weight.K
+    group = _round_up(K, 16 if K < 64 else 64) if weight.group_size >= K else weight.group_size
+    if (
+        weight.kind == "panels"
+        or weight.format not in _FORMATS
+        or scales is None
+        or group % 16
+        or weight.dtype not in _CODE
+    ):
+        return weight
+    if zeros is not None and (zeros.int().abs().max() > 127 or weight.format in ("fp8", "mxfp4")):
+        return weight
+    scales = (scales if scales.dtype in _CODE else scales.float()).contiguous()
+    zeros = None if zeros is None else zeros.to(torch.int8).contiguous()
+    order = None if order is None else order.contiguous()
+    block = next(size for size in (64, 32, 16) if group % size == 0)
+    if weight.activations == "int8" and group <= _MOST_COLUMNS:
+        block = group
+    integer = weight.activations == "int8" and weight.format != "fp8"
+    integer |= weight.activations != "int8" and weight.dtype.itemsize == 2 and weight.N >= _FEWEST_ROWS
+    requantized = integer and weight.format == "fp8"
+    scale_dtype, format = scales.dtype, weight.format
+    if requantized:
+        scale_dtype, format, fp8_group, group, block = torch.bfloat16, "int8", group, 32, 32
+    fp8 = (fp8_group, _CODE[scales.dtype]) if requantized else (0, 0)
+    parts = (codes.dim() == 3 and weight.gated + 1) or 1
+    matrices = 1 if codes.dim() == 2 else parts * weight.E
+    rows = weight.N // parts
+    assert rows * parts == weight.N and codes.stride(-1) == 1, f"{weight.N} rows are {parts} parts, {codes.stride()}"
+
+    def record(N: int, address: int) -> bytes:
+        return _i11(
+            _FORMATS[format], _CODE[scale_dtype], zeros is not None, _ACTIVATIONS[weight.activations], integer,
+            N, K, group, block, 0 if order is None else _at(order), address,
+        )  # fmt: skip
+
+    kernels = ops._kernels()
+    width = kernels.vc_panel_width(None)
+    size = kernels.vc_quantized_panel(record(rows, 0)) * -(-rows // width)
+    out = ops._arena.take(size * matrices, torch.uint8)
+    for i in range(matrices):
+        of: tuple[Any, ...] = (slice(i % parts * rows, (i % parts + 1) * rows),)
+        of = of if codes.dim() == 2 else (i // parts, *of)
+        its_codes, its_scales = codes[of], scales[of]
+        its_zeros = 0 if zeros is None else _at(zeros[of])
+        kernels.vc_pack_quantized(
+            record(rows, 0)
+            + _i8(
+                _at(its_codes), its_codes.stride(0), _at(its_scales), its_zeros, _at(out) + i * size, *fp8, _threads()
+            )
+        )
+    held = {field.name: getattr(weight, field.name) for field in dataclasses.fields(QuantizedWeight)}
+    held |= {
+        "codes": out if codes.dim() == 2 else out.view(weight.E, -1),
+        "scales": None,
+        "zeros": None,
+        "input_order": order,
+    }
+    return PanelWeight(**held | {"kind": "panels", "record": record(weight.N, _at(out))})
+
+
+def _panels(weight: QuantizedWeight) -> PanelWeight:
+    if not isinstance(weight, PanelWeight):
+        raise NotImplementedError(f"the C++ kernels read weights that they packed, not {weight.kind} ones")
+    return weight
+
+
+def quantized_linear(
+    x_TK: Tensor, weight: QuantizedWeight, bias_N: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    return ops.run_linear(ops._kernels().vc_quantized_linear, x_TK, weight, _panels(weight).record_address, bias_N, out)
+
+
+def quantized_embedding(ids_T: Tensor, weight: QuantizedWeight, vocab_range: tuple[int, int] | None = None) -> Tensor:
+    record = _panels(weight).record_address
+    if vocab_range is not None:
+        rows_T, elsewhere = rows_in_range(ids_T, vocab_range)
+        return quantized_embedding(rows_T, weight).masked_fill_(elsewhere[:, None], 0)
+    assert ids_T.dtype is torch.int64 and ids_T.dim() == 1, f"ids are {ids_T.shape} {ids_T.dtype}, needed int64 [T]"
+    ids_T = ids_T.contiguous()
+    out = ids_T.new_empty((ids_T.shape[0], weight.K), dtype=weight.dtype)
+    bad = ops._kernels().vc_quantized_embedding(
+        _i6(_CODE[weight.dtype], len(ids_T), _at(ids_T), record, _at(out), _threads())
+    )
+    assert not bad, f"ids from {ids_T.min()} to {ids_T.max()} do not fit {weight.N} rows"
+    return out
+
+
+def quantized_experts(
+    x_TD: Tensor,
+    w13: QuantizedWeight,
+    w2: QuantizedWeight,
+    topk_ids_TS: Tensor,
+    topk_weights_TS: Tensor,
+    out: Tensor | None = None,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    activation: str = "silu",
+) -> Tensor:
+    addresses = _panels(w13).record_address, _panels(w2).record_address
+    rows = x_TD, topk_ids_TS, topk_weights_TS, out
+    return ops.run_experts(ops._kernels().vc_quantized_experts, addresses, w13, w2, *rows, b13, b2, activation)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AWQ checkpoints (Lin et al. 2023, arXiv:2306.00978), version "gemm": words along the outputs.
+
+``qweight`` int32 [K, N / 8] and ``qzeros`` int32 [K / G, N / 8]: nibble j of a word is the column [0, 2, 4, 6, 1, 3, 5,
+7][j] of its eight; ``scales`` [K / G, N].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm.kernels.quantized import QuantizedWeight
+from vllm.model_executor.layers.quantization.base import (
+    Rows,
+    checked_scales,
+    expect,
+    joined,
+    nibbles,
+    own,
+    raw,
+    take,
+    without_plain_zeros,
+)
+from vllm.model_executor.layers.quantization.gptq import GPTQConfig
+from vllm.model_executor.model_loader.weight_utils import StoredTensor
+
+_NIBBLE_OF_COLUMN = [0, 4, 1, 5, 2, 6, 3, 7]
+
+
+def unpacked(words: Tensor) -> Tensor:
+    """int32 [M, N / 8] -> uint8 [M, N], columns in order."""
+    M = words.shape[0]
+    return nibbles(words.view(torch.uint8)).view(M, -1, 8)[..., _NIBBLE_OF_COLUMN].view(M, -1)
+
+
+def awq_matrix(name: str, codes: StoredTensor, zeros: StoredTensor, scales: StoredTensor) -> StoredTensor:
+    K, (groups, N) = codes.shape[0], scales.shape
+    if K % 2 or not 0 < groups <= K or K % groups:
+        raise ValueError(f"{codes.name} {list(codes.shape)} does not fit {scales.name} {list(scales.shape)}")
+    group_size = K // groups
+    expect(codes, (K, N // 8))
+    expect(zeros, (groups, N // 8))
+
+    def read(dtype: torch.dtype, rows: Rows) -> QuantizedWeight:
+        of_rows = take(own(scales).T, rows).contiguous()
+        z = without_plain_zeros(take(unpacked(raw(zeros)).T, rows).contiguous(), "int4")
+        pairs = unpacked(raw(codes)).view(K // 2, 2, N)
+        held = take((pairs[:, 0] | pairs[:, 1] << 4).T, rows).contiguous()
+        return checked_scales(
+            f"{name}.weight",
+            of_rows,
+            lambda s: QuantizedWeight("int4", len(held), K, group_size, dtype, held, s, z),
+            signed=True,
+        )
+
+    return joined(codes, name, (N, K), "int4", group_size, read)
+
+
+class AWQConfig(GPTQConfig):
+    method = "awq"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        bits = config.get("bits", config.get("w_bit", 4))
+        super().__init__(
+            {**config, "bits": bits, "group_size": config.get("group_size", config.get("q_group_size", 128))}
+        )
+        version = str(config.get("version") or "gemm").lower()
+        if version != "gemm" or bits != 4:
+            raise ValueError(
+                f"awq with version={version!r} and {bits} bits is not supported; version 'gemm' in 4 bits is"
+            )

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the formats have in common: joining the tensors of a matrix, and its faults."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from vllm.kernels.quantized import FORMATS, QuantizedWeight, dequantize, quantize
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader.weight_utils import StoredCodes, StoredTensor
+from vllm.model_executor.parameter import WeightSpec
+
+logger = init_logger(__name__)
+
+Rows = slice | Tensor | None
+FP8 = torch.float8_e4m3fn
+
+
+class QuantizationConfig(ABC):
+    """What a checkpoint says of its quantisation (``quantization_config``), and how its tensors are read.
+
+    ``anchors``: what follows a matrix's name in that of the tensor that makes it a quantised one; ``parts``: of others.
+    ``form``: format and group size that most matrices are said to have.
+
+    Raises:
+        ValueError: on construction, for options that are not supported.
+    """
+
+    method: str
+    anchors: ClassVar[tuple[str, ...]] = ()
+    parts: ClassVar[tuple[str, ...]] = ()
+    form: tuple[str, int] = ("int8", 1 << 62)
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = dict(config)
+
+    def __repr__(self) -> str:
+        """The same on all ranks of one checkpoint, which compare it."""
+        return f"{self.method} {json.dumps(self.config, sort_keys=True, default=str)}"
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> QuantizationConfig:
+        return cls(config)
+
+    def is_anchor(self, tensor: StoredTensor, leaf: str) -> bool:
+        return leaf in self.anchors
+
+    @abstractmethod
+    def matrix(self, name: str, found: dict[str, StoredTensor], shape: tuple[int, ...] | None) -> StoredTensor:
+        """The matrix ``name`` (without ``.weight``) of the tensors ``found``, by what follows its name.
+
+        ``shape`` is what the model wants, None where it wants no such matrix. Reads headers alone.
+
+        Raises:
+            ValueError: the tensors do not fit one another.
+        """
+
+    def adapt(self, stored: Sequence[StoredTensor], specs: Sequence[WeightSpec]) -> list[StoredTensor]:
+        """``stored`` with the tensors of each quantised matrix joined to one; faults are in its ``unreadable``."""
+        shapes = {spec.name: tuple(spec.shape) for spec in specs}
+        bases = {t.name.rpartition(".")[0] for t in stored if self.is_anchor(t, t.name.rpartition(".")[2])}
+        found: dict[str, dict[str, StoredTensor]] = {base: {} for base in bases}
+        adapted: list[StoredTensor | str] = []
+        for tensor in stored:
+            base, _, leaf = tensor.name.rpartition(".")
+            if base in bases and leaf in (*self.anchors, *self.parts):
+                if self.is_anchor(tensor, leaf):
+                    adapted.append(base)
+                found[base][leaf] = tensor
+            else:
+                adapted.append(tensor)
+        quantised = [self._joined(x, found[x], shapes.get(f"{x}.weight")) for x in adapted if isinstance(x, str)]
+        if not quantised:
+            logger.warning("the config says that the checkpoint is quantised by %s, but no matrix is", self.method)
+        joined = iter(quantised)
+        return [next(joined) if isinstance(x, str) else x for x in adapted]
+
+    def _joined(self, name: str, found: dict[str, StoredTensor], shape: tuple[int, ...] | None) -> StoredTensor:
+        try:
+            return self.matrix(name, found, shape)
+        except ValueError as error:
+            anchor = next(t for leaf, t in found.items() if self.is_anchor(t, leaf))
+            return dataclasses.replace(
+                anchor, name=f"{name}.weight", shape=shape or anchor.shape, unreadable=str(error), read_rows=None
+            )
+
+    def quantised_in_place(self, stored: Sequence[StoredTensor], specs: Sequence[WeightSpec]) -> list[StoredTensor]:
+        """``stored`` with those float matrices quantised to ``form`` as they are read that have to be."""
+        return quantised_while_read(stored, specs, *self.form)
+
+
+def part(found: Mapping[str, StoredTensor], leaf: str, of: str) -> StoredTensor:
+    """``found[leaf]``; ``ValueError`` where matrix ``of`` lacks it."""
+    if leaf not in found:
+        raise ValueError(f"{of} is stored quantised, but {of}.{leaf} is missing; fetch the checkpoint again")
+    return found[leaf]
+
+
+def joined(
+    anchor: StoredTensor,
+    name: str,
+    shape: tuple[int, int],
+    format: str,
+    group_size: int,
+    read: Callable[[torch.dtype, Rows], QuantizedWeight],
+    ordered: Callable[[], bool] = bool,
+) -> StoredTensor:
+    """The matrix ``name`` as one stored tensor, at the place of ``anchor``."""
+
+    def whole(dtype: torch.dtype) -> Tensor:
+        return dequantize(read(dtype, None)).to(dtype)
+
+    codes = StoredCodes(format, min(group_size, shape[1]), read, ordered)
+    return StoredTensor(f"{name}.weight", shape, whole, codes=codes)
+
+
+def expect(tensor: StoredTensor, *shapes: tuple[int, ...]) -> None:
+    if tensor.shape not in shapes:
+        raise ValueError(
+            f"{tensor.name} has shape {list(tensor.shape)}, needed {' or '.join(str(list(s)) for s in shapes)}"
+        )
+
+
+def raw(tensor: StoredTensor, rows: Rows = None) -> Tensor:
+    """Those rows as they are stored, in memory that the next read uses again."""
+    assert tensor.dtype is not None, f"{tensor.name} has no type"
+    return tensor.rows(tensor.dtype, rows)
+
+
+def own(tensor: StoredTensor, rows: Rows = None) -> Tensor:
+    return raw(tensor, rows).clone()
+
+
+def take(tensor: Tensor, rows: Rows) -> Tensor:
+    return tensor if rows is None else tensor[rows]
+
+
+def checked_scales(
+    name: str, scales: Tensor, weight: Callable[[Tensor], QuantizedWeight], signed: bool = False
+) -> QuantizedWeight:
+    """``weight(scales)``, where these can be scales.
+
+    Raises:
+        ValueError: one is NaN, infinite, negative where the format has none such, or 0 in a group that is not.
+    """
+    wide = scales.float()
+    bad = ~wide.isfinite() if signed else ~(wide.isfinite() & (wide >= 0))
+    made = weight(scales)
+    if (wide == 0).any():
+        alone = dataclasses.replace(made, scales=(scales == 0).to(scales.dtype), input_order=None)
+        nonzero = dequantize(alone) != 0
+        width = -nonzero.shape[1] % made.group_size
+        nonzero = torch.nn.functional.pad(nonzero, (0, width)).unflatten(1, (scales.shape[1], -1)).any(-1)
+        bad |= nonzero
+    if bad.any():
+        where = bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"{name}: {int(bad.sum())} of {bad.numel()} scales cannot be, the first is {wide[tuple(where)].item()} for "
+            f"row {where[0]}, group {where[1]}; the checkpoint is damaged or was quantised with a fault: fetch it "
+            "again, or quantise the model anew"
+        )
+    return made
+
+
+def nibbles(packed: Tensor) -> Tensor:
+    """uint8 [..., n] -> [..., 2 n], the low half first."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def without_plain_zeros(zeros: Tensor | None, format: str) -> Tensor | None:
+    """None where all are what the format implies."""
+    return None if zeros is None or bool((zeros == FORMATS[format].zero).all()) else zeros
+
+
+def multiplies_fp8() -> bool:
+    """Whether the default device multiplies FP8 by FP8."""
+    device = torch.get_default_device()
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def quantised_while_read(
+    stored: Sequence[StoredTensor], specs: Sequence[WeightSpec], format: str, group_size: int, skip: Any = None
+) -> list[StoredTensor]:
+    wanted = {spec.name: spec for spec in specs}
+
+    def quantised(tensor: StoredTensor) -> StoredTensor:
+        spec = wanted.get(tensor.name)
+        if spec is None or not spec.quantized or tensor.codes or tensor.unreadable or (skip and skip(tensor.name)):
+            return tensor
+
+        def read(dtype: torch.dtype, rows: Rows) -> QuantizedWeight:
+            weight = quantize(tensor.rows(dtype, rows), format, group_size, dtype)
+            assert weight.scales is not None, f"{format} has scales"
+            return checked_scales(tensor.name, weight.scales, lambda _: weight)
+
+        codes = StoredCodes(format, min(group_size, tensor.shape[1]), read)
+        return dataclasses.replace(tensor, codes=codes)
+
+    return [quantised(tensor) for tensor in stored]
