@@ -51,3 +51,10 @@ def test_the_tiny_models_say_different_things(name: str) -> None:
 @pytest.mark.parametrize("name", ["qwen2-moe", "glm4-moe", "minimax-m2", "gpt-oss"])
 def test_tp_2_dp_2_ep(name: str) -> None:
     check(tiny, name, 2, 2, True, "cpu", ["b60", "one-long", "idle-rank"], 0.001)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("name", "tp"), [("gpt-oss", 2), ("minimax-m2", 4)])
+def test_tp_2_and_4_without_ep(name: str, tp: int) -> None:
+    """Slices of one expert, whose down bias counts once; two key heads on four ranks, in one sum of squares once."""
+    check(tiny, name, tp, 1, False, "cpu", ["b60", "one-long"], 0)

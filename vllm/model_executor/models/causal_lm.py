@@ -34,7 +34,8 @@ class CausalLM(nn.Module):
 
     ``transposed_experts``: how checkpoints stack experts, see ``weight_utils.read_safetensors``.
     ``ignored_weights``: rotary tables, which are computed; scales of a quantised KV cache or of quantised activations,
-    as both are in the model's dtype here; the value head of a reinforcement learner.
+    as both are in the model's dtype here; the value head of a reinforcement learner. So are the
+    ``num_nextn_predict_layers`` past the last layer, which predict several tokens at once.
     """
 
     model_cls: ClassVar[type[DecoderModel]]
@@ -50,6 +51,10 @@ class CausalLM(nn.Module):
         super().__init__()
         config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
         root = f"{prefix}." if prefix else ""
+        first, extra = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", 0) or 0
+        if extra:
+            numbers = "|".join(map(str, range(first, first + extra)))
+            self.ignored_weights = (*self.ignored_weights, rf"^(\w+\.)*layers\.({numbers})\.")
         self.model = self.model_cls(vllm_config, f"{root}{self.model_prefix}")
         self.tied = bool(getattr(config, "tie_word_embeddings", False))
         self.lm_head = ParallelLMHead(

@@ -172,17 +172,7 @@ class DeepseekV3Model(DeepseekV2Model):
 
 
 class DeepseekV2ForCausalLM(CausalLM):
-    """The layers past the last, which predict several tokens at once, are left unread."""
-
     model_cls: ClassVar[type[DecoderModel]] = DeepseekV2Model
-
-    def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
-        super().__init__(vllm_config, prefix)
-        config = vllm_config.model_config.hf_config
-        first, extra = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", 0) or 0
-        of_extra_layers = "|".join(map(str, range(first, first + extra)))
-        if extra:
-            self.ignored_weights = (*self.ignored_weights, rf"^(\w+\.)*layers\.({of_extra_layers})\.")
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):

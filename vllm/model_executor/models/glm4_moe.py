@@ -79,6 +79,4 @@ class Glm4MoeModel(DecoderModel):
 
 
 class Glm4MoeForCausalLM(CausalLM):
-    """The layers that predict several tokens at once follow the last one of the config, and are left unread."""
-
     model_cls = Glm4MoeModel
