@@ -60,3 +60,4 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 NAMES = tuple(EXPERTS)
 tiny.CHECKPOINTS |= EXPERTS
+tiny.CHECKPOINTS["gpt-oss-32"] = ("GptOss", {**EXPERTS["gpt-oss"][1], "intermediate_size": 32})

@@ -4,13 +4,22 @@ over ranks, with uninitialised memory NaN."""
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import poison
 import pytest
 import tiny_experts
 import tiny_models as tiny
+import torch
 from layout_checks import check
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from vllm import LLM
+from vllm.model_executor.layers.fused_moe import FusedMoE
 
 LENGTHS = (1, 17, 64, 30, 150, 25)
 NUM_TOKENS = 24
@@ -41,6 +50,49 @@ def test_greedy_tokens_and_logprobs(name: str, pattern: int) -> None:
                 assert logprob.logprob == pytest.approx(float(expected[step, token_id]), abs=1e-4)
 
 
+def as_mxfp4(folder: Path, to: Path) -> None:
+    """gpt-oss's experts as its release has them, into ``to``; in ``folder`` they become what these mean."""
+    tensors, coded = load_file(folder / "model.safetensors"), {}
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        groups = tensors.pop(name).mT.unflatten(-1, (-1, 32))
+        exponents = groups.abs().amax(-1).log2().floor().int() - 2  # 6 is 1.5 times 2 ** 2
+        scaled = groups / exponents.exp2()[..., None]
+        codes = (scaled.abs()[..., None] - values).abs().argmin(-1)
+        means = values[codes] * scaled.sign() * exponents.exp2()[..., None]
+        codes = codes.where(scaled >= 0, codes + 8).to(torch.uint8)
+        coded[f"{name}_blocks"] = (codes[..., ::2] | codes[..., 1::2] << 4).contiguous()
+        coded[f"{name}_scales"] = (exponents + 127).to(torch.uint8).contiguous()
+        coded[name] = means.flatten(-2).mT.contiguous()
+    floats = {name: coded.pop(name) for name in list(coded) if not name.endswith(("_blocks", "_scales"))}
+    save_file(tensors | floats, folder / "model.safetensors", {"format": "pt"})
+    save_file(tensors | coded, to / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+
+
+def test_gpt_oss_as_it_is_released(tmp_path: Path, nan_poison: None) -> None:
+    """Experts in MXFP4, blocks and scales: the tokens are transformers' with what these mean."""
+    folders = [tmp_path / name for name in ("floats", "released")]
+    shutil.copytree(tiny.checkpoint("gpt-oss-32"), folders[0])
+    folders[1].mkdir()
+    as_mxfp4(*folders)
+    model = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    prompts = [tiny.prompt(length) for length in (3, 40)]
+    llm = LLM(str(folders[1]), dtype="float32", skip_tokenizer_init=True, max_model_len=128, num_gpu_blocks_override=40)
+    got = tiny.tokens(tiny.generate(llm, prompts, NUM_TOKENS))
+    (layer, *_) = (m for m in llm.llm_engine.worker.runner.model.modules() if isinstance(m, FusedMoE))
+    assert layer.is_quantized
+    llm.shutdown()
+    for prompt, tokens in zip(prompts, got, strict=True):
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False)
+        assert tokens == tuple(out[0, len(prompt) :].tolist())
+    assert len(set(got[0] + got[1])) > 12
+
+
 @pytest.mark.parametrize("name", tiny_experts.NAMES)
 def test_the_tiny_models_say_different_things(name: str) -> None:
     distinct = [len(set(tiny.greedy(name, tiny.prompt(length), NUM_TOKENS))) for length in LENGTHS]
@@ -51,6 +103,12 @@ def test_the_tiny_models_say_different_things(name: str) -> None:
 @pytest.mark.parametrize("name", ["qwen2-moe", "glm4-moe", "minimax-m2", "gpt-oss"])
 def test_tp_2_dp_2_ep(name: str) -> None:
     check(tiny, name, 2, 2, True, "cpu", ["b60", "one-long", "idle-rank"], 0.001)
+
+
+@pytest.mark.multiprocess
+def test_biases_move_with_their_experts() -> None:
+    options = {"enable_eplb": True, "eplb_config": {"step_interval": 3}}
+    check(tiny, "gpt-oss", 1, 2, True, "cpu", ["b60"], 0, options=options)
 
 
 @pytest.mark.multiprocess

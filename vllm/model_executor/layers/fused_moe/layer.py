@@ -94,10 +94,9 @@ class FusedMoE(nn.Module):
         found = []
         for name in self.weight_attributes:
             held = getattr(self, name)
-            if held is not None and not isinstance(held, torch.Tensor):
+            fields = [held]
+            if dataclasses.is_dataclass(held):
                 fields = [getattr(held, field.name) for field in dataclasses.fields(held)]
-            else:
-                fields = [held]
             found += [field[place].view(-1).view(torch.uint8) for field in fields if isinstance(field, torch.Tensor)]
         return found
 
