@@ -207,12 +207,15 @@ def _on(device: Any, weight: QuantizedWeight) -> QuantizedWeight:
     return dataclasses.replace(weight, **moved)
 
 
-def check_experts(form: str, ids: Tensor, E: int, I: int, D: int, dtype: torch.dtype, **fields: Any) -> Tensor:
+def check_experts(
+    form: str, ids: Tensor, E: int, I: int, D: int, dtype: torch.dtype, gpt_oss: bool = False, **fields: Any
+) -> Tensor:
     (T, S), device = ids.shape, ids.device
     w13, w2 = of_experts(form, E, I, D, dtype=dtype, **fields)
     host = ids.cpu()
     x, shares = randn(T, D).to(dtype), torch.rand(T, S, generator=torch.Generator().manual_seed(T)) - 0.3
-    right = reference.quantized_experts(x.double(), w13, w2, host, shares.double())
+    more = (randn(E, 2 * I, seed=2), randn(E, D, seed=3), "swigluoai") if gpt_oss else (None, None, "silu")
+    right = reference.quantized_experts(x.double(), w13, w2, host, shares.double(), None, *more)
     shares[host < 0] = NAN
     x[(host < 0).all(dim=1)] = NAN
     for weight in (w13, w2):
@@ -220,7 +223,8 @@ def check_experts(form: str, ids: Tensor, E: int, I: int, D: int, dtype: torch.d
         weight.codes[unused], weight.scales[unused] = 255, NAN
     there = [_on(device, weight) for weight in (w13, w2)]
     x = wide_rows(x, device)
-    got = family.quantized_experts(x, *there, ids, shares.to(device))
+    more = tuple(x.to(device) if isinstance(x, Tensor) else x for x in more)
+    got = family.quantized_experts(x, *there, ids, shares.to(device), None, *more)
     assert got[(ids < 0).all(dim=1)].eq(0).all()
     off = (got.cpu().double() - right).abs()
     # Rounded: gate and up, h, y, the sum; where h is rounded to a grid, a number at an edge may take the next step.
@@ -246,6 +250,11 @@ def test_experts_of_any_shape(data, form, E, I, D, S, group, dtype, activations,
     rows = data.draw(st.lists(st.lists(st.integers(-1, E - 1), min_size=S, max_size=S), max_size=9))
     ids = torch.tensor(rows, dtype=torch.int32).view(-1, S)
     check_experts(form, ids, E, I, D, dtype, group=group, activations=activations)
+
+
+def test_experts_with_biases_and_the_clamped_activation(nan_poison: None) -> None:
+    ids = torch.tensor([[0, 1], [1, -1], [-1, -1], [2, 0], [0, 2]])
+    check_experts("mxfp4", ids, 3, 32, 64, torch.float32, gpt_oss=True, group=32)
 
 
 @pytest.mark.parametrize("load", ["one", "none", "no experts", "beyond"])

@@ -80,6 +80,17 @@ def turn(num_tiles, columns, GROUP: tl.constexpr):
     return start + within % size, within // size
 
 
+@triton.jit
+def activated(gate, up, CLAMPED: tl.constexpr):
+    if CLAMPED:  # a NaN stays one
+        gate = tl.where(gate > 7.0, 7.0, gate)
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
+        value = gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
+    else:
+        value = gate / (1.0 + tl.exp(-gate)) * up
+    return value
+
+
 @triton.jit(do_not_specialize=["num_tiles"])
 def _product(
     a_ptr,
@@ -153,12 +164,7 @@ def _product(
         if GATED:
             total_up += tl.load(bias + N, mask=n < N, other=0.0)[None, :]
     if GATED:
-        if CLAMPED:
-            total = tl.where(total > 7.0, 7.0, total)
-            total_up = tl.where(total_up > 7.0, 7.0, tl.where(total_up < -7.0, -7.0, total_up))
-            total = total / (1.0 + tl.exp(-1.702 * total)) * (total_up + 1.0)
-        else:
-            total = total / (1.0 + tl.exp(-total)) * total_up
+        total = activated(total, total_up, CLAMPED)
     out = out_ptr + target.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=real[:, None] & (n < N)[None, :])
 
@@ -238,6 +244,9 @@ def checked(
     topk_ids_TS: Tensor,
     topk_weights_TS: Tensor,
     out: Tensor | None,
+    b13: Tensor | None,
+    b2: Tensor | None,
+    activation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(ids, weights, out), contiguous and made, of arguments that fit one another."""
     (T, D), dtype = x_TD.shape, x_TD.dtype
@@ -249,6 +258,10 @@ def checked(
     assert topk_ids_TS.shape == topk_weights_TS.shape == (T, S), f"{topk_ids_TS.shape}, {topk_weights_TS.shape}, T {T}"
     kinds = (topk_ids_TS.dtype, topk_weights_TS.dtype)
     assert kinds in ((torch.int32, torch.float32), (torch.int64, torch.float32)), f"ids and weights are {kinds}"
+    assert activation in ("silu", "swigluoai"), f"there is no activation {activation!r}"
+    for bias, width in ((b13, 2 * I), (b2, D)):
+        fits = bias is None or (bias.shape == (E, width) and bias.dtype is torch.float32 and bias.is_contiguous())
+        assert fits, f"bias {None if bias is None else (bias.shape, bias.dtype)}, needed contiguous float32 {E, width}"
     if out is None:
         out = x_TD.new_empty(T, D)
     assert out.shape == (T, D), f"out is {out.shape}, needed {(T, D)}"
@@ -309,7 +322,7 @@ def fused_experts(
     if (last := (w13.data.stride(-1), w2.data.stride(-1))) != (1, 1):
         raise NotImplementedError(f"weights of last strides {last}, needed 1: they are in another kernel's order")
     assert w13.kind == w2.kind == "plain", f"w13 is packed as {w13.kind}, w2 as {w2.kind}; needed plain"
-    ids, weights, out = checked(x_TD, w13, w2, topk_ids_TS, topk_weights_TS, out)
+    ids, weights, out = checked(x_TD, w13, w2, topk_ids_TS, topk_weights_TS, out, b13, b2, activation)
     P = T * S
     if not P * E:
         return out.zero_()
@@ -318,11 +331,6 @@ def fused_experts(
     staged = (tiles.rows + tiles.columns) * tiles.depth * dtype.itemsize
     stages = max(2, min(tiles.stages, shared_memory(x_TD.device) // staged))
     order, cut, num_tiles = arranged(ids, E, tiles.rows)
-
-    assert activation in ("silu", "swigluoai"), f"there is no activation {activation!r}"
-    for bias, width in ((b13, 2 * I), (b2, D)):
-        fits = bias is None or (bias.shape == (E, width) and bias.dtype is torch.float32 and bias.is_contiguous())
-        assert fits, f"bias {None if bias is None else (bias.shape, bias.dtype)}, needed contiguous float32 {E, width}"
 
     def product(a: Tensor, packed: PackedExperts, N: int, gated: bool, bias: Tensor | None) -> Tensor:
         result = a.new_empty(P, N)
