@@ -14,6 +14,7 @@ from vllm.forward_context import set_current_layer
 from vllm.kernels import ops
 from vllm.model_executor.layers.activation import check_hidden_act
 from vllm.model_executor.layers.fused_moe import FusedMoE, Gate, Router
+from vllm.model_executor.layers.linear import Shard
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.models.decoder import DecoderAttention, DecoderLayer, DecoderModel
 from vllm.model_executor.models.mixtral import MixtralForCausalLM
@@ -25,11 +26,11 @@ class AllHeadsNorm(nn.Module):
 
     weight_attributes = ("weight",)
 
-    def __init__(self, full_size: int, rows: slice, eps: float, dtype: torch.dtype, name: str) -> None:
+    def __init__(self, heads: Shard, eps: float, dtype: torch.dtype, name: str) -> None:
         super().__init__()
-        self.full_size, self.rows, self.eps, self.dtype, self.name = full_size, rows, eps, dtype, name
+        self.full_size, self.rows, self.eps, self.dtype, self.name = heads.full[0], heads.rows, eps, dtype, name
         # Ranks that hold the same heads, each of which counts.
-        self.copies = get_tensor_model_parallel_world_size() * (rows.stop - rows.start) // full_size
+        self.copies = get_tensor_model_parallel_world_size() * heads.num_rows // self.full_size
         self.weight: torch.Tensor | None = None
 
     def weight_specs(self) -> list[WeightSpec]:
@@ -54,7 +55,7 @@ class MiniMaxM2Attention(DecoderAttention):
         super().__init__(config, rope, dtype, prefix)
         self.prefix = prefix
         self.q_norm, self.k_norm = (  # type: ignore[assignment]
-            AllHeadsNorm(shard.full[0], shard.rows, config.rms_norm_eps, dtype, f"{prefix}.{name}.weight")
+            AllHeadsNorm(shard, config.rms_norm_eps, dtype, f"{prefix}.{name}.weight")
             for shard, name in zip(self.qkv_proj.shards[:2], ("q_norm", "k_norm"), strict=True)
         )
 

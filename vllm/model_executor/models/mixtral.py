@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -58,7 +59,7 @@ class MixtralForCausalLM(CausalLM):
     """Checkpoints call the layer ``block_sparse_moe`` or ``mlp``, the projections w1, w3, w2 or, where all experts are
     stacked, gate, up, down."""
 
-    model_cls = MixtralModel
+    model_cls: ClassVar[type[DecoderModel]] = MixtralModel
 
     @classmethod
     def checkpoint_name(cls, stored: str) -> str:
