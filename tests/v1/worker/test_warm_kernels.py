@@ -118,9 +118,11 @@ def of_rank(name: str, dp: int) -> tuple[int, set[Any]]:
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         launched = record(monkeypatch)
-        llm = make_llm(MODELS[name].checkpoint(name), 1, dp, **SIZES, dtype="bfloat16", num_gpu_blocks_override=400)
+        sizes = {"max_num_batched_tokens": 96, "max_num_seqs": 8, "max_model_len": 300, "num_gpu_blocks_override": 100}
+        llm = make_llm(MODELS[name].checkpoint(name), 1, dp, dtype="bfloat16", **sizes)
         warm = set(launched)
-        serve(llm, [lengths[rank_checks.own_rank() :] for lengths in LOADS[3:]])
+        loads = ([3], [17] * 8, [255, 1, 290, 9, 33], [2, 2])
+        serve(llm, [lengths[rank_checks.own_rank() :] for lengths in loads])
         llm.shutdown()
     return len(warm), launched - warm
 
