@@ -386,6 +386,11 @@ def fused_experts_forms(device: torch.device, num_tokens: int, S: int, E: int, d
     return _forms("fused_experts", device, num_tokens, S, E, dtype)
 
 
+def quantized_linear_forms(device: torch.device, num_tokens: int) -> list[int]:
+    """As ``fused_experts_forms``, for ``quantized_linear``."""
+    return _forms("quantized_linear", device, num_tokens)
+
+
 def num_compiled() -> int:
     """Kernels that Triton has compiled for this process, for each form and each kind of arguments."""
     of = sys.modules.get("vllm.kernels.triton")

@@ -380,6 +380,11 @@ def _multiply(
     return out
 
 
+def quantized_linear_forms(num_tokens: int) -> list[int]:
+    """The first of each kind of ``_tiles``."""
+    return [T for T in (1, 17, 41) if num_tokens >= T]
+
+
 def quantized_linear(
     x_TK: Tensor, weight: QuantizedWeight, bias_N: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
