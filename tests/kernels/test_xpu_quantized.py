@@ -110,7 +110,8 @@ def test_experts_skip_minus_one(name: str, S: int) -> None:
     w13 = make(form, E, 2 * I, D, gated=True, **EXPERTS[name])
     w2 = make(form, E, D, I, **EXPERTS[name])
     w13, w2 = (dataclasses.replace(w, scales=w.scales / 64) for w in (w13, w2))
-    packed = [xpu.pack_quantized_weight(w) for w in (w13, w2)]
+    zeros = torch.full(w2.scales.shape, 8, dtype=torch.uint8) if form == "int4" else None  # which it implies
+    packed = [xpu.pack_quantized_weight(w) for w in (w13, dataclasses.replace(w2, zeros=zeros))]
     assert [w.kind for w in packed] == ["xpu", "xpu"]
     for own, weight in zip(packed, (w13, w2), strict=True):
         assert torch.equal(quantized.dequantize(xpu.unpack_quantized_weight(own)), quantized.dequantize(weight))
@@ -199,6 +200,16 @@ def test_what_packed_a_weight_reads_it_and_what_it_refuses_is_unpacked(
     ids, shares = torch.arange(11).expand(2, 11), torch.rand(2, 11)
     got = ops.fused_experts(randn(2, 64), *both, ids, shares)
     assert torch.equal(got, reference.quantized_experts(randn(2, 64), w13, w2, ids, shares))
+
+
+@pytest.mark.parametrize("plain", [0, 1])
+def test_experts_of_which_only_one_matrix_has_a_kernel(plain: int) -> None:
+    pair = [make("int4", 3, 64, 64, group=32, gated=True), make("int4", 3, 64, 32, group=32)]
+    both = [xpu.pack_quantized_weight(weight) for weight in pair]
+    both[plain] = pair[plain]
+    ids, shares = torch.tensor([[0, 2], [-1, 1]]), torch.rand(2, 2)
+    got = ops.fused_experts(randn(2, 64), *both, ids, shares)
+    assert torch.equal(got, reference.quantized_experts(randn(2, 64), *pair, ids, shares))
 
 
 def test_the_layers_weights_are_packed_by_the_chosen_implementation(monkeypatch: pytest.MonkeyPatch) -> None:

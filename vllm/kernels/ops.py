@@ -40,6 +40,8 @@ def _packer(kind: str) -> Any:
 def _run_packed(operator: str, packed: PackedWeight | PackedExperts | QuantizedWeight, x: Tensor, *args: Any) -> Any:
     """What is packed is read by the implementation that packed it, whatever has been chosen since; what that refuses,
     by others, from plain weights again."""
+    quantised = [arg for arg in args if isinstance(arg, QuantizedWeight)]
+    packed = next((weight for weight in quantised if weight.kind != "plain"), packed)
     if packed.kind == "plain":
         return _run(operator, x, *args)
     module = _packer(packed.kind)

@@ -26,7 +26,7 @@ from torch import Tensor
 from vllm.kernels import memory, reference
 from vllm.kernels.packages import kernel_package
 from vllm.kernels.padding import PAD_EXPERT, PAD_STATE_SLOT, with_rows
-from vllm.kernels.quantized import QuantizedWeight, grids
+from vllm.kernels.quantized import FORMATS, QuantizedWeight, grids
 from vllm.kernels.reference import swigluoai_and_mul
 from vllm.kernels.reference_gdn import rms_norm_gated_ref
 from vllm.kernels.weights import GDNWeights, PackedExperts
@@ -440,9 +440,11 @@ def pack_quantized_weight(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 def unpack_quantized_weight(weight: QuantizedWeight) -> QuantizedWeight:
-    """The plain weight again, its int4 scales rounded to its dtype."""
+    """The plain weight again, its int4 scales rounded to its dtype; a plain one as it is."""
+    if weight.kind == "plain":
+        return weight
     codes, scales, zeros = weight.codes, weight.scales, weight.zeros
-    assert weight.kind == "xpu" and scales is not None, f"{weight.kind} {weight.format}"  # noqa: PT018
+    assert scales is not None
     if weight.format == "fp8":
         codes = codes.contiguous()
         if scales.dim() == 1:
@@ -508,13 +510,9 @@ def _packed_linear(weight: QuantizedWeight) -> QuantizedWeight | None:
 
 def _packed_experts(weight: QuantizedWeight) -> QuantizedWeight | None:
     N, K, group, codes, scales = weight.N, weight.K, min(weight.group_size, weight.K), weight.codes, weight.scales
-    if (
-        weight.activations is not None
-        or weight.zeros is not None
-        or weight.input_order is not None
-        or N % 8
-        or not weight.E
-    ):
+    middle = FORMATS[weight.format].zero
+    moved = weight.zeros is not None and bool((weight.zeros != middle).any())
+    if weight.activations is not None or moved or weight.input_order is not None or N % 8 or not weight.E:
         return None
     assert scales is not None
     if weight.format == "int4" and group in _INT4_GROUPS and K % group == 0:
@@ -534,8 +532,7 @@ def _packed_experts(weight: QuantizedWeight) -> QuantizedWeight | None:
     if scales is None:
         return None
     codes = codes if weight.format == "fp8" else codes.contiguous()
-    scales = scales.contiguous()
-    return dataclasses.replace(weight, codes=codes, scales=scales, kind="xpu")
+    return dataclasses.replace(weight, codes=codes, scales=scales.contiguous(), zeros=None, kind="xpu")
 
 
 def _passes(packed: QuantizedWeight, plain: QuantizedWeight) -> bool:
