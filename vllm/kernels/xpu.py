@@ -397,7 +397,7 @@ def _through_experts(
     b2: Tensor | None,
     activation: str,
 ) -> Tensor:
-    """``product(second, rows, result, rows_per_expert, bias)`` multiplies the rows, sorted by expert, with w13 or w2."""
+    """``product(second, rows, result, rows_per_expert, bias)`` multiplies rows, sorted by expert, with w13 or w2."""
     (T, D), S, dtype, device = x_TD.shape, topk_ids_TS.shape[1], x_TD.dtype, x_TD.device
     y = out if out is not None and out.is_contiguous() else torch.empty(T, D, dtype=dtype, device=device)
     if T:
