@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from row_cases import ACCELERATOR, NAN, assert_close, few, on_a_device, randn, wide_rows
+from drawn import given, settings, st
+from row_cases import NAN, assert_close, few, randn, wide_rows
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -264,6 +263,20 @@ def test_experts_under_uneven_loads(load: str, form: str, nan_poison: None) -> N
     assert (load == "one") == bool(got.any())
 
 
+@pytest.mark.parametrize("activation", ["silu", "swigluoai"])
+def test_experts_with_biases(activation: str, nan_poison: None) -> None:
+    """gpt-oss's: gate and up past the bounds of its activation."""
+    E, I, D = 3, 20, 32
+    w13, w2 = of_experts("mxfp4", E, I, D, dtype=FP32)
+    w13 = dataclasses.replace(w13, scales=w13.scales * 30)
+    ids, shares, x = torch.tensor([[2, 0], [1, -1], [-1, -1]]), torch.rand(3, 2), randn(3, D)
+    biases = randn(E, 2 * I, seed=1) * 4, randn(E, D, seed=2)
+    got = family.quantized_experts(x, w13, w2, ids, shares, None, *biases, activation)
+    right = reference.quantized_experts(x.double(), w13, w2, ids, shares.double(), None, *biases, activation)
+    torch.testing.assert_close(got.double(), right, rtol=1e-5, atol=1e-5 * float(right.abs().max()))
+    assert got[2].eq(0).all()
+
+
 def test_experts_whose_columns_are_in_the_order_of_activations(nan_poison: None) -> None:
     order = torch.randperm(32, generator=torch.Generator().manual_seed(3))
     ids = torch.tensor([[0, 1], [1, -1], [-1, -1]])
@@ -365,19 +378,15 @@ def test_the_table_takes_the_kernels_and_their_refusals(monkeypatch: pytest.Monk
 # --- on a device ------------------------------------------------------------------------------------------------------
 
 
-@on_a_device
-@pytest.mark.parametrize("T", [1, 40, 600])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("activations", [None, "int8", "fp8"])
-def test_real_sizes_on_a_device(form: str, T: int, activations: str | None) -> None:
+def check_real_sizes(device: Any, form: str, T: int, activations: str | None) -> None:
     K = 2048
     weight = make(form, 1024, K, group=32 if form == "mxfp4" else 128, activations=activations)
     x = randn(T, K).to(BF16)
-    got = family.quantized_linear(wide_rows(x, ACCELERATOR), _on(ACCELERATOR, weight))
+    got = family.quantized_linear(wide_rows(x, device), _on(device, weight))
     assert_close(got, *exact(x, weight))
     ids = torch.rand(T, 64, generator=torch.Generator().manual_seed(T)).topk(8).indices
     ids[T // 2 :: 3], ids[::5, 3] = -1, -1
-    check_experts(form, ids.to(ACCELERATOR), 64, 128, 256, BF16, group=32, activations=activations)
+    check_experts(form, ids.to(device), 64, 128, 256, BF16, group=32, activations=activations)
 
 
 COMPILED = """

@@ -70,6 +70,17 @@ def _cut(starts_ptr, tiles_ptr, num_tiles, E, ROWS: tl.constexpr, EXPERTS: tl.co
 
 
 @triton.jit
+def glu(gate, up, CLAMPED: tl.constexpr):
+    if CLAMPED:
+        gate = tl.where(gate > 7.0, 7.0, gate)
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
+        y = gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
+    else:
+        y = gate / (1.0 + tl.exp(-gate)) * up
+    return y
+
+
+@triton.jit
 def turn(num_tiles, columns, GROUP: tl.constexpr):
     """(tile of rows, tile of columns) of a program. Tiles of a group take turns within a column: those of one expert
     run side by side and share its weights in cache."""
@@ -153,12 +164,7 @@ def _product(
         if GATED:
             total_up += tl.load(bias + N, mask=n < N, other=0.0)[None, :]
     if GATED:
-        if CLAMPED:
-            total = tl.where(total > 7.0, 7.0, total)
-            total_up = tl.where(total_up > 7.0, 7.0, tl.where(total_up < -7.0, -7.0, total_up))
-            total = total / (1.0 + tl.exp(-1.702 * total)) * (total_up + 1.0)
-        else:
-            total = total / (1.0 + tl.exp(-total)) * total_up
+        total = glu(total, total_up, CLAMPED)
     out = out_ptr + target.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=real[:, None] & (n < N)[None, :])
 
@@ -238,6 +244,9 @@ def checked(
     topk_ids_TS: Tensor,
     topk_weights_TS: Tensor,
     out: Tensor | None,
+    b13: Tensor | None,
+    b2: Tensor | None,
+    activation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(ids, weights, out), contiguous and made, of arguments that fit one another."""
     (T, D), dtype = x_TD.shape, x_TD.dtype
@@ -255,6 +264,10 @@ def checked(
     assert out.dtype is dtype, f"out is {out.dtype}, x {dtype}"
     last = x_TD.stride(1), out.stride(1)
     assert last == (1, 1), f"last strides of x and out are {last}, needed 1"
+    assert activation in ("silu", "swigluoai"), f"there is no activation {activation!r}"
+    for bias, width in ((b13, 2 * I), (b2, D)):
+        fits = bias is None or (bias.shape == (E, width) and bias.dtype is torch.float32 and bias.is_contiguous())
+        assert fits, f"bias {None if bias is None else (bias.shape, bias.dtype)}, needed contiguous float32 {E, width}"
     return topk_ids_TS.contiguous(), topk_weights_TS.contiguous(), out
 
 
@@ -309,7 +322,7 @@ def fused_experts(
     if (last := (w13.data.stride(-1), w2.data.stride(-1))) != (1, 1):
         raise NotImplementedError(f"weights of last strides {last}, needed 1: they are in another kernel's order")
     assert w13.kind == w2.kind == "plain", f"w13 is packed as {w13.kind}, w2 as {w2.kind}; needed plain"
-    ids, weights, out = checked(x_TD, w13, w2, topk_ids_TS, topk_weights_TS, out)
+    ids, weights, out = checked(x_TD, w13, w2, topk_ids_TS, topk_weights_TS, out, b13, b2, activation)
     P = T * S
     if not P * E:
         return out.zero_()
@@ -318,11 +331,6 @@ def fused_experts(
     staged = (tiles.rows + tiles.columns) * tiles.depth * dtype.itemsize
     stages = max(2, min(tiles.stages, shared_memory(x_TD.device) // staged))
     order, cut, num_tiles = arranged(ids, E, tiles.rows)
-
-    assert activation in ("silu", "swigluoai"), f"there is no activation {activation!r}"
-    for bias, width in ((b13, 2 * I), (b2, D)):
-        fits = bias is None or (bias.shape == (E, width) and bias.dtype is torch.float32 and bias.is_contiguous())
-        assert fits, f"bias {None if bias is None else (bias.shape, bias.dtype)}, needed contiguous float32 {E, width}"
 
     def product(a: Tensor, packed: PackedExperts, N: int, gated: bool, bias: Tensor | None) -> Tensor:
         result = a.new_empty(P, N)

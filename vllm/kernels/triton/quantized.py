@@ -21,7 +21,7 @@ from torch import Tensor
 from vllm.kernels.quantized import FORMATS, QuantizedWeight
 from vllm.kernels.triton import experts
 from vllm.kernels.triton.cards import has_fp8, shared_memory
-from vllm.kernels.triton.experts import Tiles, turn
+from vllm.kernels.triton.experts import Tiles, glu, turn
 from vllm.kernels.triton.rows import DTYPES, fits, refuse_other_dtypes, tile
 
 KNOWN = ("int4", "int8", "fp8", "mxfp4")
@@ -126,6 +126,7 @@ def _product(
     stride_out,
     GROUPED: tl.constexpr,
     GATED: tl.constexpr,
+    CLAMPED: tl.constexpr,
     FORMAT: tl.constexpr,
     ZERO: tl.constexpr,
     PER_BYTE: tl.constexpr,
@@ -158,6 +159,8 @@ def _product(
         scales_ptr += expert * stride_se
         if zeros_ptr is not None:
             zeros_ptr += expert * stride_ze
+        if bias_ptr is not None:
+            bias_ptr += expert * (2 * N if GATED else N)
     else:
         source = tile * ROWS + tl.arange(0, ROWS)
         target = source
@@ -194,11 +197,13 @@ def _product(
     if a_scale_ptr is not None:
         unit *= tl.load(a_scale_ptr + source, mask=real, other=0.0)
     total *= unit[:, None]
-    if GATED:
-        total_up *= unit[:, None]
-        total = total / (1.0 + tl.exp(-total)) * total_up
     if bias_ptr is not None:
         total += tl.load(bias_ptr + row).to(tl.float32)[None, :]
+    if GATED:
+        total_up *= unit[:, None]
+        if bias_ptr is not None:
+            total_up += tl.load(bias_ptr + N + row).to(tl.float32)[None, :]
+        total = glu(total, total_up, CLAMPED)
     out = out_ptr + target.to(tl.int64)[:, None] * stride_out + n[None, :]
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=real[:, None] & (n < N)[None, :])
 
@@ -344,8 +349,9 @@ def _multiply(
     tiles: Tiles,
     bias_N: Tensor | None = None,
     grouped: tuple[Tensor, Tensor, int, int] | None = None,
+    clamped: bool = False,
 ) -> Tensor:
-    """x times the weight into ``out``; ``grouped``: (order, cut, tiles, S) of ``experts``."""
+    """x times the weight into ``out``; ``grouped``: (order, cut, tiles, S) of ``experts``, whose biases are [E, N]."""
     N, K, gated = out.shape[1], weight.K, weight.gated
     interpreted = triton.knobs.runtime.interpret
     if weight.input_order is not None:
@@ -373,9 +379,9 @@ def _multiply(
     _product[(num_tiles * columns,)](
         a, a_scales, weight.codes, scales, zeros, bias_N, out, order, cut, len(x_TK), num_tiles, columns, S, N, K,
         weight.group_size, a.stride(0), *strides(weight.codes)[:2], *strides(scales), *strides(zeros), out.stride(0),
-        GROUPED=grouped is not None, GATED=gated, FORMAT=weight.format, ZERO=packed.zero, PER_BYTE=packed.columns,
-        PRODUCT=kind, OPERAND=operand, NATIVE=native, WHOLE=K % tiles.depth == 0, ROWS=tiles.rows, COLUMNS=width,
-        DEPTH=tiles.depth, GROUP=8, num_warps=tiles.warps, num_stages=stages,
+        GROUPED=grouped is not None, GATED=gated, CLAMPED=clamped, FORMAT=weight.format, ZERO=packed.zero,
+        PER_BYTE=packed.columns, PRODUCT=kind, OPERAND=operand, NATIVE=native, WHOLE=K % tiles.depth == 0,
+        ROWS=tiles.rows, COLUMNS=width, DEPTH=tiles.depth, GROUP=8, num_warps=tiles.warps, num_stages=stages,
     )  # fmt: skip
     return out
 
@@ -413,19 +419,18 @@ def quantized_experts(
     activation: str = "silu",
 ) -> Tensor:
     """The operator for what ``quantized_linear`` takes; ids and rows as in ``experts.fused_experts``."""
-    if b13 is not None or b2 is not None or activation != "silu":
-        raise NotImplementedError(f"quantised experts with biases or activation={activation!r}")
     for weight in (w13, w2):
         _refuse(weight)
-    ids, weights, out = experts.checked(x_TD, w13, w2, topk_ids_TS, topk_weights_TS, out)
+    ids, weights, out = experts.checked(x_TD, w13, w2, topk_ids_TS, topk_weights_TS, out, b13, b2, activation)
     S, E, P = ids.shape[1], w13.E, ids.numel()
     if not P * E:
         return out.zero_()
     tiles = _tiles(w13, P / E, 8, triton.knobs.runtime.interpret)
     tiles_2 = _tiles(w2, P / E, 8, triton.knobs.runtime.interpret)
     order, cut, num_tiles = experts.arranged(ids, E, tiles.rows)
-    h = _multiply(x_TD, w13, x_TD.new_empty(P, w2.K), tiles, None, (order, cut, num_tiles, S))
-    y = _multiply(h, w2, x_TD.new_empty(P, w2.N), tiles_2, None, (order, cut, num_tiles, S))
+    grouped = order, cut, num_tiles, S
+    h = _multiply(x_TD, w13, x_TD.new_empty(P, w2.K), tiles, b13, grouped, activation == "swigluoai")
+    y = _multiply(h, w2, x_TD.new_empty(P, w2.N), tiles_2, b2, grouped)
     return experts.combined(y, ids, weights, out, E)
 
 
