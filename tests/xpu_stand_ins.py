@@ -141,15 +141,98 @@ def remap_hidden_states(
 def cutlass_grouped_gemm_interface(
     A: Tensor, a_scale: Any, B: Tensor, b_scale: Any, bias: Any, out: Tensor, counts: Tensor, N: int, K: int, E: int
 ) -> Tensor:
-    assert a_scale is b_scale is None and A.dtype in HALF and A.dtype is B.dtype is out.dtype and N % 8 == 0
+    assert a_scale is None and A.dtype in HALF and A.dtype is out.dtype and N % 8 == 0
+    assert B.is_contiguous() and A.is_contiguous() and out.is_contiguous() and A.shape[1] == K and out.shape[1] == N
     assert bias is None or (bias.shape == (E, N) and bias.is_contiguous() and bias.dtype is A.dtype)
-    assert B.is_contiguous() and B.shape == (E, K, N) and A.shape[1] == K and out.shape[1] == N
+    if b_scale is None:
+        assert B.shape == (E, K, N) and A.dtype is B.dtype
+    else:
+        B = dequantised(B, b_scale, A.dtype, N, K, E)
     at = 0
     for e, count in enumerate(counts.tolist()):
         y = A[at : at + count].float() @ B[e].float()
         out[at : at + count] = (y if bias is None else y + bias[e].float()).to(out.dtype)
         at += count
     return out
+
+
+def dequantised(B: Tensor, scale: Tensor, dtype: torch.dtype, N: int, K: int, E: int) -> Tensor:
+    """[E, K, N] float32, scales read as they ought to lie in memory."""
+    assert scale.is_contiguous()
+    if B.dtype is torch.float8_e4m3fn:
+        assert B.shape == (E, K, N) and scale.dtype is torch.float32
+        if scale.dim() == 1:
+            return B.float() * scale.view(E, 1, 1)
+        assert scale.shape == (E, K // 128, N // 128) and K % 128 == N % 128 == 0
+        return B.float() * scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+    assert B.shape == (E, N, K // 2) and scale.shape[:2] == (E, N)
+    group = K // scale.shape[2]
+    assert group * scale.shape[2] == K and group in (32, 64, 128, 256)
+    codes = B.view(torch.uint8).long()
+    codes = torch.stack((codes & 15, codes >> 4), -1).flatten(2)
+    if B.dtype is torch.int8:  # two's complement of four bits
+        assert scale.dtype is dtype, "the kernel reads scales of the rows' type"
+        values, scales = torch.where(codes > 7, codes - 16, codes).float(), scale.float()
+    else:
+        assert B.dtype is torch.float4_e2m1fn_x2 and scale.dtype is torch.uint8
+        values = torch.where(codes > 7, -1.0, 1.0) * torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes & 7]
+        scales = (scale.int() << 7).to(torch.uint16).view(torch.bfloat16).float()
+    return (values * scales.repeat_interleave(group, 2)).transpose(1, 2)
+
+
+def int4_gemm_w4a16(
+    A: Tensor, B: Tensor, bias: Tensor | None, scale: Tensor, zeros: Tensor, group: int, g_idx: Tensor | None
+) -> Tensor:
+    """Eight zeros of four bits, of neighbouring columns of the result, in a number."""
+    K, N = A.shape[1], B.shape[1]
+    assert A.dtype in HALF and A.is_contiguous() and B.dtype is torch.int32
+    A = A if g_idx is None else A.index_select(1, g_idx)
+    assert B.shape == (K // 8, N) and B.stride() == (1, K // 8) and K % group == 0
+    assert scale.shape == (K // group, N) and scale.is_contiguous() and scale.dtype in HALF
+    assert bias is None or (bias.dtype is A.dtype and bias.shape == (N,))
+    shifts = torch.arange(0, 32, 4)
+    codes = ((B.t()[:, :, None] >> shifts) & 15).flatten(1).float()
+    if zeros.dim() == 1:
+        assert zeros.dtype is torch.int8 and zeros.tolist() == [8]
+        of_groups = torch.full((K // group, N), 8.0)
+    else:
+        assert zeros.dtype is torch.int32 and zeros.shape == (K // group, N // 8) and zeros.is_contiguous()
+        of_groups = ((zeros[:, :, None] >> shifts) & 15).flatten(1).float()
+    w = (codes - of_groups.T.repeat_interleave(group, 1)) * scale.float().T.repeat_interleave(group, 1)
+    return _rounded(A.float() @ w.T, bias, A.dtype)
+
+
+def _rounded(y: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return (y if bias is None else y + bias.float()).to(dtype)
+
+
+def _fp8_weight(B: Tensor, scale: Tensor) -> Tensor:
+    assert B.dtype is torch.float8_e4m3fn and B.stride() == (1, B.shape[0])
+    assert scale.dtype is torch.float32 and scale.is_contiguous()
+    if scale.dim() == 2 and scale.shape[0] > 1:
+        block = B.shape[0] // scale.shape[0]
+        assert (block * scale.shape[0], block * scale.shape[1]) == B.shape, "blocks are as wide as they are high"
+        return B.float() * scale.repeat_interleave(block, 0).repeat_interleave(block, 1)
+    assert scale.numel() in (1, B.shape[1])
+    return B.float() * scale.view(1, -1)
+
+
+def fp8_gemm_w8a16(A: Tensor, B: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    assert A.dtype in HALF and A.is_contiguous()
+    return _rounded(A.float() @ _fp8_weight(B, scale), bias, A.dtype)
+
+
+def fp8_gemm(A: Tensor, B: Tensor, dtype: torch.dtype, a_scale: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """A weight's scales are those of blocks only where the rows have one for each block, too."""
+    assert A.dtype is torch.float8_e4m3fn and A.is_contiguous() and dtype in HALF
+    assert a_scale.dtype is torch.float32 and a_scale.is_contiguous()
+    if a_scale.dim() == 2 and a_scale.shape[1] > 1:
+        assert a_scale.shape == (len(A), scale.shape[0])
+        x = A.float() * a_scale.repeat_interleave(A.shape[1] // scale.shape[0], 1)
+    else:
+        assert a_scale.numel() in (1, len(A)) and scale.numel() in (1, B.shape[1])
+        x = A.float() * a_scale.view(-1, 1)
+    return _rounded(x @ _fp8_weight(B, scale), bias, dtype)
 
 
 def moe_gather(out: Tensor, rows: Tensor, weights: Tensor, place: Tensor, num_experts: int) -> None:
@@ -194,8 +277,19 @@ def gdn_attention(*args: Any) -> None:
 
 _MADE: tuple[Callable[..., Any], ...] = (
     rms_norm, fused_add_rms_norm, silu_and_mul, gelu_tanh_and_mul, reshape_and_cache_flash, varlen_fwd, topk_softmax,
-    grouped_topk, remap_hidden_states, cutlass_grouped_gemm_interface, moe_gather, gdn_attention,
+    grouped_topk, remap_hidden_states, cutlass_grouped_gemm_interface, int4_gemm_w4a16, fp8_gemm_w8a16,
+    fp8_gemm, moe_gather, gdn_attention,
 )  # fmt: skip
+
+
+_OF_META: dict[str, Callable[..., Any]] = {
+    "varlen_fwd": lambda *args: [args[3]],
+    "cutlass_grouped_gemm_interface": lambda *args: args[5],
+    "grouped_topk": lambda x, _, __, k, *___: (x.new_empty(len(x), k).float(), x.new_empty(len(x), k).int()),
+    "int4_gemm_w4a16": lambda A, B, *_: A.new_empty(len(A), B.shape[1]),
+    "fp8_gemm_w8a16": lambda A, B, *_: A.new_empty(len(A), B.shape[1]),
+    "fp8_gemm": lambda A, B, dtype, *_: A.new_empty(len(A), B.shape[1], dtype=dtype),
+}
 
 
 @contextlib.contextmanager
@@ -211,10 +305,5 @@ def installed() -> Iterator[None]:
             library = libraries[namespace]
             library.define(name + schema)
             library.impl(name, made[name], "CPU")
-            returns = {
-                "varlen_fwd": lambda *args: [args[3]],
-                "cutlass_grouped_gemm_interface": lambda *args: args[5],
-                "grouped_topk": lambda *args: (args[0][:, : args[3]].float(), args[0][:, : args[3]].int()),
-            }
-            library.impl(name, returns.get(name, lambda *args: None), "Meta")
+            library.impl(name, _OF_META.get(name, lambda *args: None), "Meta")
         yield

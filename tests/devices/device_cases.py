@@ -19,6 +19,7 @@ from torch import Tensor
 
 from vllm.kernels import reference, reference_gdn, weights
 from vllm.kernels.padding import NULL_BLOCK, PAD_EXPERT, PAD_SLOT, PAD_STATE_SLOT
+from vllm.kernels.quantized import FORMATS, QuantizedWeight
 from vllm.kernels.weights import GDNWeights, PackedExperts, PackedWeight
 
 NAN = float("nan")
@@ -62,6 +63,53 @@ def linear(p: Place) -> Args:
     weight = p.packer.pack_linear_weight(p.randn(2 * s.hidden, s.hidden, scale=s.hidden**-0.5))
     wide = p.padded(p.randn(s.rows, 2 * s.hidden))  # rows further apart than they are long
     return wide[:, : s.hidden], weight, p.randn(2 * s.hidden), p.full(s.rows, 2 * s.hidden)
+
+
+def quantized_weight(p: Place, format: str, *shape: int, **fields: Any) -> QuantizedWeight:
+    """Groups of 128 columns, of mxfp4 32, or as many as there are; of fp8, blocks of as many rows have the same."""
+    (*some, N, K), form = shape, FORMATS[format]
+    group = min(32 if format == "mxfp4" else 128, N, K)
+    generator = torch.Generator("cpu").manual_seed(sum(shape))
+    codes = torch.randint(256, (*some, N, K // form.columns), generator=generator, device="cpu").to(torch.uint8)
+    if format == "fp8":
+        codes[(codes & 127) == 127] = 0  # NaN
+    same = group if format == "fp8" else 1
+    exponents = torch.randint(-1, 2, (*some, N // same, K // group), generator=generator, device="cpu")
+    unit = {"int4": 2**-2, "int8": 2**-6, "fp8": 2**-6, "mxfp4": 2**-1}[format]
+    scales = 2.0 ** exponents.repeat_interleave(same, -2).float() * unit * 2.0 ** round(math.log2(K) / -2)
+    low = torch.randint(6, 11, scales.shape, generator=generator, device="cpu").to(p.device, torch.uint8)
+    zeros = low if fields.pop("zeros", False) else None
+    return QuantizedWeight(
+        format, N, K, group, p.dtype, codes.to(p.device), scales.to(p.device, p.dtype), zeros, **fields
+    )  # fmt: skip
+
+
+def quantized_linear(format: str, **fields: Any) -> Callable[[Place], Args]:
+    def case(p: Place) -> Args:
+        s = p.sizes
+        weight = quantized_weight(p, format, 2 * s.hidden, s.hidden, **fields)
+        wide = p.padded(p.randn(s.rows, 2 * s.hidden))  # rows further apart than they are long
+        return wide[:, : s.hidden], weight, p.randn(2 * s.hidden)
+
+    return case
+
+
+def quantized_embedding(p: Place) -> Args:
+    s = p.sizes
+    ids = torch.arange(s.rows) * 7919 % (2 * s.vocab)
+    return ids.to(p.device), quantized_weight(p, "int4", s.vocab, s.hidden), (s.vocab // 2, s.vocab)
+
+
+def quantized_experts(format: str, **fields: Any) -> Callable[[Place], Args]:
+    """The rows of ``experts``."""
+
+    def case(p: Place) -> Args:
+        s = p.sizes
+        x, _, _, *rest = experts(lambda s: s.rows // 4)(p)
+        w13 = quantized_weight(p, format, s.experts, 2 * s.expert_inner, s.hidden, gated=True, **fields)
+        return x, w13, quantized_weight(p, format, s.experts, s.hidden, s.expert_inner, **fields), *rest
+
+    return case
 
 
 def embedding(p: Place) -> Args:
@@ -282,6 +330,14 @@ def scored(p: Place) -> Args:
 
 CASES: dict[str, tuple[str, Callable[[Place], Args]]] = {
     "linear": ("linear", linear),
+    "quantized linear, int4 with zeros": ("quantized_linear", quantized_linear("int4", zeros=True)),
+    "quantized linear, fp8 in blocks": ("quantized_linear", quantized_linear("fp8")),
+    "quantized linear, fp8 by fp8": ("quantized_linear", quantized_linear("fp8", activations="fp8")),
+    "quantized linear, int8 by int8": ("quantized_linear", quantized_linear("int8", activations="int8")),
+    "quantized experts, int4": ("quantized_experts", quantized_experts("int4")),
+    "quantized experts, mxfp4": ("quantized_experts", quantized_experts("mxfp4")),
+    "quantized experts, fp8 in blocks": ("quantized_experts", quantized_experts("fp8")),
+    "quantized embedding, int4": ("quantized_embedding", quantized_embedding),
     "embedding": ("embedding", embedding),
     "rms_norm": ("rms_norm", rms_norm),
     "rms_norm of heads": ("rms_norm", rms_norm_of_heads),
@@ -320,6 +376,8 @@ def widened(args: Args) -> Args:
             return x.double() if x.is_floating_point() else x
         if isinstance(x, (PackedWeight, PackedExperts)):
             return dataclasses.replace(x, data=x.data.double(), dtype=torch.float64)
+        if isinstance(x, QuantizedWeight):
+            return dataclasses.replace(x, dtype=torch.float64)
         return x
 
     return tuple(wide(x) for x in args)

@@ -152,3 +152,12 @@ def test_attention(shape: str, kind: str, dtype: str, card: str) -> None:
         of_kind |= {"H": 2, "J": 1, "D": 16, "DV": 8}
     case = of("test_attention").Case(lens, queries, **of_kind, pad_rows=pad_rows, dtype=DTYPES[dtype], device=card)
     assert torch.equal(case.check().nan_to_num(7.0), case.run().nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("T", [1, 40, 600])
+@pytest.mark.parametrize("activations", [None, "int8", "fp8"], ids=["as they are", "by int8", "by fp8"])
+@pytest.mark.parametrize("form", ["int4", "int4 zeros", "int8", "int8 zeros", "fp8", "mxfp4"])
+def test_quantised(form: str, activations: str | None, T: int, card: str) -> None:
+    if suite.sizes() is not suite.REAL:
+        pytest.skip("at small sizes in tests/kernels")
+    of("test_quantized").check_real_sizes(card, form, T, activations)

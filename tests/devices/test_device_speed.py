@@ -18,7 +18,8 @@ import torch
 from device_suite import Sizes
 from torch import Tensor
 
-from vllm.kernels import reference, table, weights
+from vllm.kernels import checks, reference, table, weights
+from vllm.kernels.quantized import FORMATS, QuantizedWeight
 from vllm.kernels.weights import GDNWeights
 
 pytestmark = pytest.mark.device
@@ -110,6 +111,37 @@ def linear(s: Sizes, packer: Any, rows: int) -> Work:
     return Work((x, weight), moved, 2.0 * rows * N * s.hidden)
 
 
+def quantized(format: str, group: int, *shape: int, **fields: Any) -> QuantizedWeight:
+    """Codes of any bits but those of NaN; the bytes that a product reads are those of codes and scales."""
+    group = min(group, shape[-1])
+    codes = torch.randint(0, 120, (*shape[:-1], shape[-1] // FORMATS[format].columns), device=suite.device_type())
+    scales = torch.full((*shape[:-1], shape[-1] // group), 2.0**-9, device=suite.device_type())
+    scales = scales.to(DTYPE if format == "int4" else torch.float32)
+    return QuantizedWeight(format, shape[-2], shape[-1], group, DTYPE, codes.to(torch.uint8), scales, None, **fields)
+
+
+def bytes_of(weight: QuantizedWeight) -> int:
+    assert weight.scales is not None
+    return weight.codes.nbytes + weight.scales.nbytes
+
+
+def quantized_linear(s: Sizes, rows: int, format: str, group: int, **fields: Any) -> Work:
+    N = 2 * s.hidden
+    x, weight = randn(rows, s.hidden), quantized(format, group, N, s.hidden, **fields)
+    moved = bytes_of(weight) + rows * (N + s.hidden) * DTYPE.itemsize
+    return Work((x, weight), moved, 2.0 * rows * N * s.hidden)
+
+
+def quantized_experts(s: Sizes, packer: Any, rows: int, format: str, group: int) -> Work:
+    """As ``experts``, whose bytes count those of the experts that are wanted."""
+    like = experts(s, packer, rows)
+    w13 = quantized(format, group, s.experts, 2 * s.expert_inner, s.hidden, gated=True)
+    w2 = quantized(format, group, s.experts, s.hidden, s.expert_inner)
+    x, _, _, ids, *rest = like.args
+    wanted = len(ids.unique()) / s.experts
+    return Work((x, w13, w2, ids, *rest), wanted * (bytes_of(w13) + bytes_of(w2)) + 2 * x.nbytes, like.flops)
+
+
 def embedding(s: Sizes, packer: Any) -> Work:
     ids = torch.arange(s.prefill_tokens, device=suite.device_type()) * 7919 % s.vocab
     weight = packer.pack_linear_weight(randn(s.vocab, s.hidden))
@@ -155,6 +187,13 @@ def scored(s: Sizes) -> Work:
     return Work((x, 5, torch.arange(len(x), device=x.device)), x.nbytes)
 
 
+# Format, columns of a scale, activations.
+FORMS: dict[str, tuple[str, int, str | None]] = {
+    "W4A16": ("int4", 128, None),
+    "W8A16": ("fp8", 128, None),
+    "W8A8 int8": ("int8", 1 << 20, "int8"),
+    "W8A8 fp8": ("fp8", 128, "fp8"),
+}
 CASES: dict[str, tuple[str, Callable[[Sizes, Any], Work]]] = {
     "rms_norm": ("rms_norm", rms_norm),
     "fused_add_rms_norm": ("fused_add_rms_norm", fused_add_rms_norm),
@@ -166,6 +205,27 @@ CASES: dict[str, tuple[str, Callable[[Sizes, Any], Work]]] = {
     "embedding": ("embedding", embedding),
     "linear, decode rows": ("linear", lambda s, packer: linear(s, packer, s.decode_requests)),
     "linear, prefill rows": ("linear", lambda s, packer: linear(s, packer, s.prefill_tokens)),
+    **{
+        f"linear, {name}, {kind} rows": (
+            "quantized_linear",
+            lambda s, _, kind=kind, of=of: quantized_linear(
+                s, s.decode_requests if kind == "decode" else s.prefill_tokens, *of[:2], activations=of[2]
+            ),
+        )
+        for name, of in FORMS.items()
+        for kind in ("decode", "prefill")
+    },
+    **{
+        f"experts, {name}, {kind} rows": (
+            "quantized_experts",
+            lambda s, packer, kind=kind, of=of: quantized_experts(
+                s, packer, s.decode_requests if kind == "decode" else s.prefill_tokens, *of[:2]
+            ),
+        )
+        for name, of in FORMS.items()
+        for kind in ("decode", "prefill")
+        if of[2] is None
+    },
     "attention, decode": ("paged_attention", lambda s, _: attention(s, s.decode_requests, 1, s.decode_context)),
     "attention, decode of one": ("paged_attention", lambda s, _: attention(s, 1, 1, s.decode_context)),
     "attention, prefill": ("paged_attention", lambda s, _: attention(s, 1, s.prefill_tokens, s.prefill_tokens)),
@@ -190,9 +250,11 @@ def test_kernel(implementation_of: tuple[str, str], device: str) -> None:
         pytest.skip(missing)
     module = table._module(implementation)
     work = build(suite.sizes(), module if hasattr(module, "pack_linear_weight") else weights)
+    with torch.device(device):
+        args = checks.in_order_of(module, work.args)
     function, card = getattr(module, operator), suite.card()
     try:
-        took = suite.seconds(lambda: function(*work.args))
+        took = suite.seconds(lambda: function(*args))
     except NotImplementedError as refusal:
         pytest.skip(f"{implementation} refuses: {refusal}")
     suite.measured(

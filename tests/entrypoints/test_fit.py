@@ -75,6 +75,20 @@ def test_the_b60_case_by_hand(tmp_path: Path) -> None:
         assert share.state == state * (config.scheduler_config.max_num_seqs + 1)
 
 
+@pytest.mark.parametrize(("quantization", "bits"), [("fp8", 8), ("int8", 8), ("int4", 4 + 32 / 128)])
+def test_quantised_weights_by_hand(
+    quantization: str, bits: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config_of_the_b60_case(tmp_path)
+    layout = ("--tp", "2", "--dp", "2", "--ep", "--device-memory", "24", "--max-num-seqs", "32")
+    code, text = said(capsys, "--fit", str(tmp_path), *layout, "--quantization", quantization)
+    assert code == 0, text
+    weights = float(text.splitlines()[3].split()[2])
+    experts = 40 * 64 * 3 * 2048 * 512 * bits / 8 / GiB
+    others = 17.30 - 40 * 64 * 3 * 2048 * 512 * 2 / GiB  # at 16 bits, and at the fewest
+    assert experts + others / 4 < weights < experts + others + 0.1
+
+
 def test_uneven_experts_and_ranks_without_any(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()

@@ -53,6 +53,7 @@ def test_every_operator_has_contract_twin_and_row() -> None:
         "preferred_block_size",
         "paged_attention_forms",
         "fused_experts_forms",
+        "quantized_linear_forms",
         "num_compiled",
     }
     for operator in table.TABLE:

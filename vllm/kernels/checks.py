@@ -27,7 +27,7 @@ ROWS, REAL = 9, 7
 def failure(operator: str, function: Callable[..., Any], device_type: str, module: Any = None) -> str | None:
     """What ``function`` of ``module`` does wrong as ``operator`` on a device of this type, None where nothing is."""
     with torch.device(device_type):
-        given, right = _in_order_of(module, _CASES[operator](device_type)), _CASES[operator](device_type)
+        given, right = in_order_of(module, _CASES[operator](device_type)), _CASES[operator](device_type)
     expected = _results(getattr(reference, operator)(*right), right)
     try:
         got = _results(function(*given), given)
@@ -42,7 +42,7 @@ def failure(operator: str, function: Callable[..., Any], device_type: str, modul
     return None
 
 
-def _in_order_of(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def in_order_of(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """``args``, those with an order of memory that an implementation may choose in that of ``module``."""
 
     def ordered(x: Any) -> Any:

@@ -10,6 +10,7 @@ A new operator is its contract here, its twin in ``reference``, its row in ``tab
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from typing import Any
 
@@ -31,17 +32,33 @@ def _run(operator: str, x: Tensor, *args: Any) -> Any:
 
 
 @functools.cache
-def _cpu() -> Any:
-    from vllm.kernels import cpu
-
-    return cpu
+def _packer(kind: str) -> Any:
+    """The implementation that packs weights of this kind, not "plain"."""
+    return importlib.import_module(f"vllm.kernels.{'cpu' if kind == 'panels' else kind}")
 
 
 def _run_packed(operator: str, packed: PackedWeight | PackedExperts | QuantizedWeight, x: Tensor, *args: Any) -> Any:
-    """Panels are read by the kernels that packed them, whatever has been chosen since."""
-    if packed.kind == "panels":
-        return getattr(_cpu(), operator)(x, *args)
-    return _run(operator, x, *args)
+    """What is packed is read by the implementation that packed it, whatever has been chosen since; what that refuses,
+    by others, from plain weights again."""
+    quantised = [arg for arg in args if isinstance(arg, QuantizedWeight)]
+    packed = next((weight for weight in quantised if weight.kind != "plain"), packed)
+    if packed.kind == "plain":
+        return _run(operator, x, *args)
+    module = _packer(packed.kind)
+    unpack = getattr(module, "unpack_quantized_weight", None) if isinstance(packed, QuantizedWeight) else None
+    if unpack is None:
+        return getattr(module, operator)(x, *args)
+    refused = None
+    if hasattr(module, operator):
+        try:
+            return getattr(module, operator)(x, *args)
+        except NotImplementedError as refusal:
+            refused = refusal
+    plain = [unpack(arg) if isinstance(arg, QuantizedWeight) else arg for arg in args]
+    choice = choose("cpu" if x.is_cpu else x.device.type)[operator]
+    if refused is not None and choice.module is module:
+        return run_another(choice, refused, x, *plain)
+    return _run(operator, x, *plain)
 
 
 def _own(name: str, operator: str, device_type: str, plain: Any) -> Any:
@@ -50,7 +67,7 @@ def _own(name: str, operator: str, device_type: str, plain: Any) -> Any:
 
 
 def _reader(packed: PackedWeight | PackedExperts) -> Any:
-    return weights if packed.kind == "plain" else _cpu()
+    return weights if packed.kind == "plain" else _packer(packed.kind)
 
 
 def linear(
@@ -384,6 +401,11 @@ def fused_experts_forms(device: torch.device, num_tokens: int, S: int, E: int, d
     """Numbers of rows, up to ``num_tokens``, in which each form of ``fused_experts`` that is compiled when it first
     runs is taken."""
     return _forms("fused_experts", device, num_tokens, S, E, dtype)
+
+
+def quantized_linear_forms(device: torch.device, num_tokens: int) -> list[int]:
+    """As ``fused_experts_forms``, for ``quantized_linear``."""
+    return _forms("quantized_linear", device, num_tokens)
 
 
 def num_compiled() -> int:

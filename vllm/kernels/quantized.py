@@ -54,7 +54,7 @@ class QuantizedWeight:
     largest magnitude among its columns.
     input_order: int64 [K], column k of the weight belongs to column ``input_order[k]`` of the inputs; None: to k.
     gated: of experts: N = 2 * I rows are [gate; up].
-    kind: "plain", or the layout of the implementation that packed it, which alone reads ``codes`` then.
+    kind: "plain", or the layout of the implementation that packed it, which alone reads codes, scales and zeros then.
     """
 
     format: str
@@ -253,12 +253,18 @@ def round_activations(x_TK: Tensor, to: str | None) -> Tensor:
     """What products with a weight whose ``activations`` is ``to`` take in the place of x: each row on its own grid."""
     if to is None:
         return x_TK
+    on_grid, scale = grids(x_TK, to)
+    return on_grid * scale
+
+
+def grids(x_TK: Tensor, to: str) -> tuple[Tensor, Tensor]:
+    """(the rows on their grids, the grids' scales [T, 1]), float32: whole numbers or those of e4m3."""
     most = {"int8": 127.0, "fp8": torch.finfo(torch.float8_e4m3fn).max}[to]
     wide = x_TK.float()
     scale = activation_scale(wide, most)
     on_grid = wide / scale
     on_grid = on_grid.round() if to == "int8" else on_grid.to(torch.float8_e4m3fn).float()
-    return on_grid * scale
+    return on_grid, scale
 
 
 def pack_quantized_weight(weight: QuantizedWeight) -> QuantizedWeight:

@@ -29,8 +29,8 @@ logger = init_logger(__name__)
 #                       cpu    cuda          xpu
 TABLE = {
     "linear":             ("cpu", "",           ""),
-    "quantized_linear":   ("cpu", "triton",     "triton"),
-    "quantized_experts":  ("cpu", "triton",     "triton"),
+    "quantized_linear":   ("cpu", "triton",     "xpu triton"),
+    "quantized_experts":  ("cpu", "triton",     "xpu triton"),
     "quantized_embedding": ("cpu", "triton",    "triton"),
     "embedding":          ("cpu", "triton",     "triton"),
     "rms_norm":           ("cpu", "triton",     "xpu triton"),

@@ -12,20 +12,27 @@ habits, in their place.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from vllm.kernels import memory
+from vllm.kernels import memory, reference
 from vllm.kernels.packages import kernel_package
 from vllm.kernels.padding import PAD_EXPERT, PAD_STATE_SLOT, with_rows
+from vllm.kernels.quantized import FORMATS, QuantizedWeight, grids
 from vllm.kernels.reference import swigluoai_and_mul
 from vllm.kernels.reference_gdn import rms_norm_gated_ref
 from vllm.kernels.weights import GDNWeights, PackedExperts
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
 
 _HALF = (torch.bfloat16, torch.float16)
 _TOP_K = (1, 2, 4, 6, 8, 10)  # those that the experts' gather and scatter were compiled for
@@ -45,6 +52,13 @@ _KERNELS = {
         "_moe_C.moe_gather",
     ),
     "gated_delta_net": ("_xpu_C.gdn_attention",),
+    "quantized_linear": ("_xpu_C.int4_gemm_w4a16", "_xpu_C.fp8_gemm_w8a16", "_xpu_C.fp8_gemm"),
+    "quantized_experts": (
+        "_moe_C.remap_hidden_states",
+        "_xpu_C.cutlass_grouped_gemm_interface",
+        "_C.silu_and_mul",
+        "_moe_C.moe_gather",
+    ),
 }
 
 
@@ -355,7 +369,7 @@ def fused_experts(
 ) -> Tensor:
     """Id -1 never reaches the kernels, which would index a table with it or take it for expert 0: a skipped slot has id
     E of a table of E + 1 experts, which sends it nowhere."""
-    (T, D), E, I, S, dtype, device = x_TD.shape, w13.E, w2.K, topk_ids_TS.shape[1], x_TD.dtype, x_TD.device
+    D, E, I, S, dtype = x_TD.shape[1], w13.E, w2.K, topk_ids_TS.shape[1], x_TD.dtype
     weights = [packed.data.transpose(1, 2) for packed in (w13, w2)]
     if dtype not in _HALF or S not in _TOP_K or D % 8 or I % 4 or not all(w.is_contiguous() for w in weights):
         raise NotImplementedError(
@@ -363,6 +377,28 @@ def fused_experts(
             f"vllm-xpu-kernels takes bfloat16 and float16, multiples of 8 and 4, {_TOP_K} to a token, and weights as "
             "kernels.xpu.pack_expert_weights makes them"
         )
+    gemm = torch.ops._xpu_C.cutlass_grouped_gemm_interface
+
+    def product(second: bool, rows: Tensor, result: Tensor, rows_per_expert: Tensor, bias: Tensor | None) -> None:
+        gemm(rows, None, weights[second], None, bias, result, rows_per_expert, result.shape[1], rows.shape[1], E)
+
+    return _through_experts(x_TD, E, I, product, topk_ids_TS, topk_weights_TS, out, b13, b2, activation)
+
+
+def _through_experts(
+    x_TD: Tensor,
+    E: int,
+    I: int,
+    product: Callable[[bool, Tensor, Tensor, Tensor, Tensor | None], None],
+    topk_ids_TS: Tensor,
+    topk_weights_TS: Tensor,
+    out: Tensor | None,
+    b13: Tensor | None,
+    b2: Tensor | None,
+    activation: str,
+) -> Tensor:
+    """``product(second, rows, result, rows_per_expert, bias)`` multiplies rows, sorted by expert, with w13 or w2."""
+    (T, D), S, dtype, device = x_TD.shape, topk_ids_TS.shape[1], x_TD.dtype, x_TD.device
     y = out if out is not None and out.is_contiguous() else torch.empty(T, D, dtype=dtype, device=device)
     if T:
         x_TD, topk_weights_TS = x_TD.contiguous(), topk_weights_TS.contiguous()
@@ -375,17 +411,251 @@ def fused_experts(
             x_TD, None, rows, None, table, rows_per_expert, place_TS, topk_ids_TS, E + 1, E
         )
         gate_up, h = (torch.empty(T * S, width, dtype=dtype, device=device) for width in (2 * I, I))
-        gemm = torch.ops._xpu_C.cutlass_grouped_gemm_interface
-        bias13, bias2 = (None if bias is None else bias.to(dtype) for bias in (b13, b2))
-        gemm(rows, None, weights[0], None, bias13, gate_up, rows_per_expert, 2 * I, D, E)
+        product(False, rows, gate_up, rows_per_expert, None if b13 is None else b13.to(dtype))
         # Of the rows past the last expert's as well, which nothing reads.
         if activation == "silu":
             torch.ops._C.silu_and_mul(h, gate_up)
         else:  # the kernel wants gate and up in turns
             h.copy_(swigluoai_and_mul(gate_up))
-        gemm(h, None, weights[1], None, bias2, rows, rows_per_expert, D, I, E)
+        product(True, h, rows, rows_per_expert, None if b2 is None else b2.to(dtype))
         torch.ops._moe_C.moe_gather(y, rows, topk_weights_TS, place_TS, E)
     return y if out is None or out is y else out.copy_(y)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Quantised weights
+
+_FP8_BLOCK = 128
+_INT4_GROUPS = (32, 64, 128, 256)  # those that the grouped kernel was compiled for
+_trials: dict[tuple[object, ...], bool] = {}
+
+
+def pack_quantized_weight(weight: QuantizedWeight) -> QuantizedWeight:
+    """As the kernels read it, its kind "xpu"; the same object where they have nothing for it, or where what they have
+    fails with the first weight of its form: other kernels read plain ones. It waits for the device."""
+    if weight.kind != "plain" or weight.dtype not in _HALF:
+        return weight
+    packed = _packed_linear(weight) if weight.codes.dim() == 2 else _packed_experts(weight)
+    return weight if packed is None or not _passes(packed, weight) else packed
+
+
+def unpack_quantized_weight(weight: QuantizedWeight) -> QuantizedWeight:
+    """The plain weight again, its int4 scales rounded to its dtype; a plain one as it is."""
+    if weight.kind == "plain":
+        return weight
+    codes, scales, zeros = weight.codes, weight.scales, weight.zeros
+    assert scales is not None
+    if weight.format == "fp8":
+        codes = codes.contiguous()
+        if scales.dim() == 1:
+            scales = scales[:, None, None].expand(-1, weight.N, 1)
+        elif codes.dim() == 3 or weight.group_size < weight.K:
+            scales = scales.transpose(-1, -2).repeat_interleave(_FP8_BLOCK, dim=-2)
+    elif weight.format == "mxfp4":
+        scales = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 127)
+    elif codes.dim() == 3:
+        codes = codes ^ 0x88
+    elif zeros is not None:
+        zeros = ((zeros[:, :, None] >> _nibbles(zeros.device)) & 15).to(torch.uint8).flatten(1).t()
+    return dataclasses.replace(weight, codes=codes, scales=scales, zeros=zeros, kind="plain")
+
+
+def _nibbles(device: torch.device) -> Tensor:
+    return torch.arange(0, 32, 4, dtype=torch.int32, device=device)
+
+
+def _scales_of_int4(weight: QuantizedWeight) -> Tensor | None:
+    """In the weight's dtype, which the kernels read: bfloat16 may round them, float16 must hold them."""
+    assert weight.scales is not None
+    scales = weight.scales.to(weight.dtype)
+    exact = weight.dtype is torch.bfloat16 or torch.equal(scales.float(), weight.scales.float())
+    return scales if exact else None
+
+
+def _same(scales: Tensor) -> Tensor | None:
+    """[..., rows, groups] -> [..., groups] where all rows have the same."""
+    return scales[..., 0, :] if torch.equal(scales, scales[..., :1, :].expand_as(scales)) else None
+
+
+def _scales_of_blocks(weight: QuantizedWeight) -> Tensor | None:
+    """float32 [(E,) K / 128, N / 128] where the rows of a block have the same."""
+    assert weight.scales is not None
+    if min(weight.group_size, weight.K) != _FP8_BLOCK or weight.K % _FP8_BLOCK or weight.N % _FP8_BLOCK:
+        return None
+    scales = _same(weight.scales.float().unflatten(-2, (-1, _FP8_BLOCK)))
+    return None if scales is None else scales.transpose(-1, -2).contiguous()
+
+
+def _packed_linear(weight: QuantizedWeight) -> QuantizedWeight | None:
+    N, K, zeros = weight.N, weight.K, weight.zeros
+    codes, scales = weight.codes.contiguous(), None
+    if weight.format == "int4" and weight.activations is None and not (N % 8 or K % 8 or K % min(weight.group_size, K)):
+        scales = _scales_of_int4(weight)
+        if zeros is not None:
+            if bool(((zeros < 0) | (zeros > 15)).any()):
+                return None
+            eight = (
+                zeros.t().int().unflatten(1, (-1, 8))
+            )  # the kernel reads them as eight neighbouring rows' of a group
+            zeros = (eight << _nibbles(zeros.device)).sum(-1, dtype=torch.int32)
+        scales = None if scales is None else scales.t().contiguous().t()
+    elif weight.format == "fp8" and weight.activations in (None, "fp8"):
+        assert weight.scales is not None
+        of_rows = weight.group_size >= K
+        scales = weight.scales.float().contiguous() if of_rows else _scales_of_blocks(weight)
+    if scales is None:
+        return None
+    return dataclasses.replace(weight, codes=codes, scales=scales, zeros=zeros, kind="xpu")
+
+
+def _packed_experts(weight: QuantizedWeight) -> QuantizedWeight | None:
+    N, K, group, codes, scales = weight.N, weight.K, min(weight.group_size, weight.K), weight.codes, weight.scales
+    middle = FORMATS[weight.format].zero
+    moved = weight.zeros is not None and bool((weight.zeros != middle).any())
+    if weight.activations is not None or moved or weight.input_order is not None or N % 8 or not weight.E:
+        return None
+    assert scales is not None
+    if weight.format == "int4" and group in _INT4_GROUPS and K % group == 0:
+        codes, scales = codes ^ 0x88, _scales_of_int4(weight)  # two's complement, whose zero is 0
+    elif weight.format == "mxfp4" and group == 32 and K % 32 == 0:
+        mantissa, exponent = torch.frexp(scales.float())
+        code = exponent + 126
+        if not bool(((mantissa == 0.5) & (code > 0) & (code < 255)).all()):
+            return None
+        scales = code.to(torch.uint8)
+    elif weight.format == "fp8":
+        codes = codes.transpose(1, 2).contiguous().transpose(1, 2)
+        of_experts = _same(scales.float()) if weight.group_size >= K else None
+        scales = _scales_of_blocks(weight) if of_experts is None else of_experts[:, 0]
+    else:
+        return None
+    if scales is None:
+        return None
+    codes = codes if weight.format == "fp8" else codes.contiguous()
+    return dataclasses.replace(weight, codes=codes, scales=scales.contiguous(), zeros=None, kind="xpu")
+
+
+def _passes(packed: QuantizedWeight, plain: QuantizedWeight) -> bool:
+    """Whether the kernel for this form multiplies as plain torch does: asked of the first weight of each, because a
+    kernel that takes other scales than it was written for, or does not exist on this card, shows in nothing else."""
+    device, experts = plain.codes.device, plain.codes.dim() == 3
+    assert packed.scales is not None
+    form = (
+        experts, plain.format, plain.group_size >= plain.K, plain.group_size, plain.dtype, plain.activations,
+        plain.zeros is None, packed.scales.dim(), device,
+    )  # fmt: skip
+    if form in _trials:
+        return _trials[form]
+    generator = torch.Generator("cpu").manual_seed(0)
+    x = torch.randn(2, plain.K, generator=generator, device="cpu").to(device, plain.dtype)
+    try:
+        if experts:
+            ends = [0, plain.E - 1]
+            counts = torch.zeros(plain.E, dtype=torch.int32, device=device)
+            for e in ends:
+                counts[e] += 1
+            got = torch.empty(2, plain.N, dtype=plain.dtype, device=device)
+            _grouped(packed, x, got, counts)
+            right = torch.cat([reference.quantized_linear(x[i : i + 1], plain.rows(e)) for i, e in enumerate(ends)])
+        else:
+            some = torch.arange(plain.N, device=device)[:: max(plain.N // 512, 1)]
+            got = quantized_linear(x, packed)[:, some]
+            right = reference.quantized_linear(x, plain.rows(some))
+        off = float((got.double() - right.double()).abs().max()) / max(float(right.abs().max()), 1e-30)
+        wrong = None if off <= 2**-6 else f"it is off by {off:.2g} of the largest"
+    except RuntimeError as error:
+        wrong = str(error)
+    if wrong is not None:
+        what = "experts" if experts else "a linear layer"
+        logger.warning(
+            "vllm-xpu-kernels' product of %s in %s, groups of %d, fails its trial: %s; weights of this form stay plain",
+            what, plain.format, plain.group_size, wrong,
+        )  # fmt: skip
+    _trials[form] = wrong is None
+    return wrong is None
+
+
+def _fp8_codes(weight: QuantizedWeight) -> Tensor:
+    return weight.codes.view(torch.float8_e4m3fn).transpose(-1, -2)
+
+
+@functools.cache
+def _middle(device: torch.device) -> Tensor:
+    return torch.full((1,), 8, dtype=torch.int8, device=device)
+
+
+def quantized_linear(
+    x_TK: Tensor, weight: QuantizedWeight, bias_N: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    if weight.kind != "xpu":
+        raise NotImplementedError(f"{weight.format} of kind {weight.kind}, groups of {weight.group_size}")
+    dtype, K, scales = x_TK.dtype, weight.K, weight.scales
+    if out is not None and out.dtype is not dtype:
+        raise NotImplementedError(f"sums in {out.dtype} of inputs in {dtype}: the kernels round them")
+    assert scales is not None
+    if not x_TK.shape[0]:
+        return x_TK.new_empty(0, weight.N) if out is None else out
+    x_TK = x_TK.contiguous()  # the kernels make their result's strides from x's
+    if weight.format == "int4":
+        codes, zeros = (
+            weight.codes.view(torch.int32).t(),
+            _middle(x_TK.device) if weight.zeros is None else weight.zeros,
+        )
+        group = min(weight.group_size, K)
+        order = weight.input_order
+        y = torch.ops._xpu_C.int4_gemm_w4a16(x_TK, codes, bias_N, scales.t(), zeros, group, order)
+    else:
+        if weight.input_order is not None:
+            x_TK = x_TK.index_select(1, weight.input_order)
+        blocks = weight.group_size < K
+        of_rows = scales if blocks else scales.flatten()
+        if weight.activations is None:
+            y = torch.ops._xpu_C.fp8_gemm_w8a16(x_TK, _fp8_codes(weight), of_rows, bias_N)
+        else:
+            on_grid, grid = grids(x_TK, weight.activations)
+            if blocks:  # a row's scale once for each of its blocks
+                grid = grid.expand(-1, scales.shape[0]).contiguous()
+            on_grid = on_grid.to(torch.float8_e4m3fn)
+            y = torch.ops._xpu_C.fp8_gemm(on_grid, _fp8_codes(weight), dtype, grid, of_rows, bias_N)
+    return y if out is None else out.copy_(y)
+
+
+def _grouped(
+    weight: QuantizedWeight, rows: Tensor, result: Tensor, rows_per_expert: Tensor, bias: Tensor | None = None
+) -> None:
+    E, N, K, codes = weight.E, weight.N, weight.K, weight.codes
+    if weight.format == "fp8":
+        codes = _fp8_codes(weight)
+    else:
+        codes = codes.view(torch.int8 if weight.format == "int4" else torch.float4_e2m1fn_x2)
+    gemm = torch.ops._xpu_C.cutlass_grouped_gemm_interface
+    gemm(rows, None, codes, weight.scales, bias, result, rows_per_expert, N, K, E)
+
+
+def quantized_experts(
+    x_TD: Tensor,
+    w13: QuantizedWeight,
+    w2: QuantizedWeight,
+    topk_ids_TS: Tensor,
+    topk_weights_TS: Tensor,
+    out: Tensor | None = None,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    activation: str = "silu",
+) -> Tensor:
+    """As ``fused_experts``; a number of experts to a token that has no kernel is filled up with skipped ones."""
+    S = topk_ids_TS.shape[1]
+    filled = min((n for n in _TOP_K if n >= S), default=None)
+    if w13.kind != "xpu" or w2.kind != "xpu" or filled is None:
+        raise NotImplementedError(f"experts in {w13.format} of kinds {w13.kind} and {w2.kind}, {S} to a token")
+    if filled > S:
+        topk_ids_TS = F.pad(topk_ids_TS, (0, filled - S), value=PAD_EXPERT)
+        topk_weights_TS = F.pad(topk_weights_TS, (0, filled - S))
+
+    def product(second: bool, rows: Tensor, result: Tensor, rows_per_expert: Tensor, bias: Tensor | None) -> None:
+        _grouped(w2 if second else w13, rows, result, rows_per_expert, bias)
+
+    return _through_experts(x_TD, w13.E, w2.K, product, topk_ids_TS, topk_weights_TS, out, b13, b2, activation)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

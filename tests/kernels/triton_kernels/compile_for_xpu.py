@@ -65,9 +65,19 @@ def run_delta_net() -> None:
     gdn.gated_delta_net(new(T, C + H * D + 2 * H), of, new(8, K - 1, C), new(8, H, D, D, dtype=small), *tables)
 
 
+def sampling() -> None:
+    R, V, real, whole = 26, 151936, torch.float32, torch.int64
+    logits, starts = new(R, V, dtype=real), new(R + 1, dtype=torch.int32)
+    each, index = new(R, dtype=real), new(R, dtype=whole)
+    sample.row_max(logits)
+    sample.sample(logits, each, index, each, index, index, index, each, each)
+    sample.apply_penalties(logits, starts, new(99, dtype=whole), new(99, dtype=real), each, each, each)
+    sample.log_probabilities(logits, 5, index)
+
+
 qkv, ids = new(T, 48, 128), new(T, dtype=torch.int64)
 wide = new(4096, 128, dtype=torch.float32)
-embed = sys.modules["vllm.kernels.triton.embedding"]
+embed, sample = (sys.modules[f"vllm.kernels.triton.{name}"] for name in ("embedding", "sampling"))
 CALLS: list[tuple[Any, Any]] = [
     (norms, lambda: norms.rms_norm(qkv[:, :32], new(128, dtype=torch.float32), 1e-6)),
     (norms, lambda: norms.fused_add_rms_norm(new(T, 2048), new(T, 2048), new(2048), 1e-6)),
@@ -77,6 +87,7 @@ CALLS: list[tuple[Any, Any]] = [
     (embed, lambda: embed.embedding(ids, weights.pack_linear_weight(new(37984, 2048)), (37984, 75968))),
     (routing, lambda: routing.topk_softmax(new(T, 128), 8, True, 22)),
     (gdn, run_delta_net),
+    (sample, sampling),
     (attention, lambda: attend(2048, 4, 64, 8, 128, 128)),
     (attention, lambda: attend(300, 8, 64, 8, 64, 64, window=128, sinks=True)),
     (attention, lambda: attend(300, 2, 16, 2, 256, 256, page=64, cap=30.0)),

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiler of Intel's cards takes every kernel of Triton's, and multiplies on their matrix unit."""
+"""The compiler of Intel's cards takes every kernel of Triton's but those of quantised weights, and multiplies on their
+matrix unit."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def test_every_kernel_compiles_for_an_arc(tmp_path: Path) -> None:
     built = [line.split() for line in done.stdout.splitlines()]
     assert {name for name, _, _ in built} == {
         "_norm_kernel", "_silu_and_mul_kernel", "_rotary_kernel", "_write_kernel", "_embedding_kernel", "_topk_kernel",
-        "_conv_kernel", "_recurrent_kernel", "_attend", "_merge", "_order", "_cut", "_product", "_combine",
+        "_conv_kernel", "_recurrent_kernel", "_row_max_kernel", "_sample_kernel", "_penalties_kernel",
+        "_logprobs_kernel", "_attend", "_merge", "_order", "_cut", "_product", "_combine",
     }  # fmt: skip
     assert all(int(size) > 0 for _, size, _ in built)
     assert {name for name, _, matrix in built if matrix == "True"} == {"_attend", "_product"}

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from row_cases import ACCELERATOR, NAN, assert_close, few, on_a_device, randn, wide_rows
+from drawn import given, settings, st
+from row_cases import NAN, assert_close, few, randn, wide_rows
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -207,15 +206,12 @@ def _on(device: Any, weight: QuantizedWeight) -> QuantizedWeight:
     return dataclasses.replace(weight, **moved)
 
 
-def check_experts(
-    form: str, ids: Tensor, E: int, I: int, D: int, dtype: torch.dtype, gpt_oss: bool = False, **fields: Any
-) -> Tensor:
+def check_experts(form: str, ids: Tensor, E: int, I: int, D: int, dtype: torch.dtype, **fields: Any) -> Tensor:
     (T, S), device = ids.shape, ids.device
     w13, w2 = of_experts(form, E, I, D, dtype=dtype, **fields)
     host = ids.cpu()
     x, shares = randn(T, D).to(dtype), torch.rand(T, S, generator=torch.Generator().manual_seed(T)) - 0.3
-    more = (randn(E, 2 * I, seed=2), randn(E, D, seed=3), "swigluoai") if gpt_oss else (None, None, "silu")
-    right = reference.quantized_experts(x.double(), w13, w2, host, shares.double(), None, *more)
+    right = reference.quantized_experts(x.double(), w13, w2, host, shares.double())
     shares[host < 0] = NAN
     x[(host < 0).all(dim=1)] = NAN
     for weight in (w13, w2):
@@ -223,8 +219,7 @@ def check_experts(
         weight.codes[unused], weight.scales[unused] = 255, NAN
     there = [_on(device, weight) for weight in (w13, w2)]
     x = wide_rows(x, device)
-    more = tuple(x.to(device) if isinstance(x, Tensor) else x for x in more)
-    got = family.quantized_experts(x, *there, ids, shares.to(device), None, *more)
+    got = family.quantized_experts(x, *there, ids, shares.to(device))
     assert got[(ids < 0).all(dim=1)].eq(0).all()
     off = (got.cpu().double() - right).abs()
     # Rounded: gate and up, h, y, the sum; where h is rounded to a grid, a number at an edge may take the next step.
@@ -252,11 +247,6 @@ def test_experts_of_any_shape(data, form, E, I, D, S, group, dtype, activations,
     check_experts(form, ids, E, I, D, dtype, group=group, activations=activations)
 
 
-def test_experts_with_biases_and_the_clamped_activation(nan_poison: None) -> None:
-    ids = torch.tensor([[0, 1], [1, -1], [-1, -1], [2, 0], [0, 2]])
-    check_experts("mxfp4", ids, 3, 32, 64, torch.float32, gpt_oss=True, group=32)
-
-
 @pytest.mark.parametrize("load", ["one", "none", "no experts", "beyond"])
 @pytest.mark.parametrize("form", ["int4 zeros", "fp8"])
 def test_experts_under_uneven_loads(load: str, form: str, nan_poison: None) -> None:
@@ -271,6 +261,20 @@ def test_experts_under_uneven_loads(load: str, form: str, nan_poison: None) -> N
     else:
         got = check_experts(form, ids, E, 16, 32, BF16, group=16)
     assert (load == "one") == bool(got.any())
+
+
+@pytest.mark.parametrize("activation", ["silu", "swigluoai"])
+def test_experts_with_biases(activation: str, nan_poison: None) -> None:
+    """gpt-oss's: gate and up past the bounds of its activation."""
+    E, I, D = 3, 20, 32
+    w13, w2 = of_experts("mxfp4", E, I, D, dtype=FP32)
+    w13 = dataclasses.replace(w13, scales=w13.scales * 30)
+    ids, shares, x = torch.tensor([[2, 0], [1, -1], [-1, -1]]), torch.rand(3, 2), randn(3, D)
+    biases = randn(E, 2 * I, seed=1) * 4, randn(E, D, seed=2)
+    got = family.quantized_experts(x, w13, w2, ids, shares, None, *biases, activation)
+    right = reference.quantized_experts(x.double(), w13, w2, ids, shares.double(), None, *biases, activation)
+    torch.testing.assert_close(got.double(), right, rtol=1e-5, atol=1e-5 * float(right.abs().max()))
+    assert got[2].eq(0).all()
 
 
 def test_experts_whose_columns_are_in_the_order_of_activations(nan_poison: None) -> None:
@@ -374,19 +378,15 @@ def test_the_table_takes_the_kernels_and_their_refusals(monkeypatch: pytest.Monk
 # --- on a device ------------------------------------------------------------------------------------------------------
 
 
-@on_a_device
-@pytest.mark.parametrize("T", [1, 40, 600])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("activations", [None, "int8", "fp8"])
-def test_real_sizes_on_a_device(form: str, T: int, activations: str | None) -> None:
+def check_real_sizes(device: Any, form: str, T: int, activations: str | None) -> None:
     K = 2048
     weight = make(form, 1024, K, group=32 if form == "mxfp4" else 128, activations=activations)
     x = randn(T, K).to(BF16)
-    got = family.quantized_linear(wide_rows(x, ACCELERATOR), _on(ACCELERATOR, weight))
+    got = family.quantized_linear(wide_rows(x, device), _on(device, weight))
     assert_close(got, *exact(x, weight))
     ids = torch.rand(T, 64, generator=torch.Generator().manual_seed(T)).topk(8).indices
     ids[T // 2 :: 3], ids[::5, 3] = -1, -1
-    check_experts(form, ids.to(ACCELERATOR), 64, 128, 256, BF16, group=32, activations=activations)
+    check_experts(form, ids.to(device), 64, 128, 256, BF16, group=32, activations=activations)
 
 
 COMPILED = """

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import launcher
@@ -26,7 +27,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from vllm.kernels import reference, table
 from vllm.kernels import triton as operators
-from vllm.kernels.triton import attention, experts
+from vllm.kernels.triton import attention, experts, quantized
 from vllm.v1.worker import step_memory
 
 # Of 16 experts, two to a token, each kind of tile is of other steps.
@@ -118,9 +119,11 @@ def of_rank(name: str, dp: int) -> tuple[int, set[Any]]:
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         launched = record(monkeypatch)
-        llm = make_llm(MODELS[name].checkpoint(name), 1, dp, **SIZES, dtype="bfloat16", num_gpu_blocks_override=400)
+        sizes = {"max_num_batched_tokens": 96, "max_num_seqs": 8, "max_model_len": 300, "num_gpu_blocks_override": 100}
+        llm = make_llm(MODELS[name].checkpoint(name), 1, dp, dtype="bfloat16", **sizes)
         warm = set(launched)
-        serve(llm, [lengths[rank_checks.own_rank() :] for lengths in LOADS[3:]])
+        loads = ([3], [17] * 8, [255, 1, 290, 9, 33], [2, 2])
+        serve(llm, [lengths[rank_checks.own_rank() :] for lengths in loads])
         llm.shutdown()
     return len(warm), launched - warm
 
@@ -162,6 +165,23 @@ def test_forms_of_experts() -> None:
         assert experts.fused_experts_forms(5000, 8, 64, torch.bfloat16) == [1, 65, 321, 513]
         assert experts.fused_experts_forms(64, 8, 64, torch.bfloat16) == [1]
         assert experts.fused_experts_forms(5000, 8, 64, torch.float32) == [1, 513]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_forms_of_quantised_products(dtype: torch.dtype) -> None:
+    """Experts of such weights take tiles of others by the same means as those of plain ones."""
+    weight: Any = SimpleNamespace(dtype=dtype, group_size=128, K=256)
+
+    def tiles(T: int, few: int = 16) -> Any:
+        return quantized._tiles(weight, T, few, False)
+
+    for most in (1, 16, 17, 40, 41, 500):
+        forms = quantized.quantized_linear_forms(most)
+        assert {tiles(T) for T in range(1, most + 1)} == {tiles(T) for T in forms}
+        assert max(forms) <= most
+    of_plain = [experts._tiles(T, 1, 1, dtype, False) for T in range(1, 99)]
+    changes = {n for n, (x, y) in enumerate(itertools.pairwise(of_plain)) if x != y}
+    assert {n for n in range(97) if tiles(n + 1, 8) != tiles(n + 2, 8)} == changes
 
 
 def test_the_start_tells_of_it(launched: set[Any], log: pytest.LogCaptureFixture) -> None:

@@ -18,16 +18,18 @@ from vllm.config import VllmConfig
 from vllm.distributed.eplb import runs
 from vllm.distributed.parallel_state import as_rank
 from vllm.engine.arg_utils import EngineArgs
+from vllm.kernels.quantized import FORMATS, QuantizedWeight
 from vllm.model_executor.layers.fused_moe import FusedMoE
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.weight_update import held_tensors
 from vllm.model_executor.model_loader.weight_utils import StoredTensor, load_weights, match_specs
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.utils.argparse_utils import Parser
-from vllm.v1.core.kv_cache_utils import sizes
+from vllm.v1.core.kv_cache_utils import cdiv, sizes
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 GiB = 2**30
+INT4 = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 # Bytes of the sampler: logits, float32 copies and their order; counts and places of the tokens that a request has seen.
 _PER_LOGIT, _PER_SEEN_TOKEN = 44, 36
 
@@ -68,6 +70,8 @@ def share_of(vllm_config: VllmConfig, rank: int) -> Share:
         model: Any = model_cls(vllm_config=vllm_config, prefix="")
         specs = model.weight_specs()
         stored = [_shape_only(spec.name, tuple(spec.shape)) for spec in specs if not spec.optional]
+        if (quantization := vllm_config.model_config.quant_config) is not None:
+            stored = [_codes_only(tensor) for tensor in quantization.quantised_in_place(stored, specs)]
         load_weights(model, match_specs(specs, stored, (), "the config"), vllm_config.model_config.dtype)
         mixtures = [module for module in model.modules() if isinstance(module, FusedMoE)]
         caches: dict[str, KVCacheSpec] = {
@@ -90,6 +94,22 @@ def share_of(vllm_config: VllmConfig, rank: int) -> Share:
 
 def _shape_only(name: str, shape: tuple[int, ...]) -> StoredTensor:
     return StoredTensor(name, shape, lambda dtype: torch.empty(shape, dtype=dtype, device="meta"))
+
+
+def _codes_only(tensor: StoredTensor) -> StoredTensor:
+    """The same with a quantised matrix whose codes are shapes, and float32 scales."""
+    if tensor.codes is None:
+        return tensor
+    held, (N, K) = tensor.codes, tensor.shape
+    unit, groups = FORMATS[held.format], cdiv(K, held.group_size)
+
+    def read(dtype: torch.dtype, rows: slice | torch.Tensor | None) -> QuantizedWeight:
+        n = N if rows is None else len(rows) if isinstance(rows, torch.Tensor) else len(range(*rows.indices(N)))
+        codes = torch.empty(n, cdiv(K, unit.columns) * unit.bytes, dtype=torch.uint8, device="meta")
+        scales = torch.empty(n, groups, dtype=torch.float32, device="meta") if unit.scaled else None
+        return QuantizedWeight(held.format, n, K, held.group_size, dtype, codes, scales)
+
+    return dataclasses.replace(tensor, codes=dataclasses.replace(held, read=read))
 
 
 def _step_bytes(model: nn.Module, mixtures: Sequence[FusedMoE], vllm_config: VllmConfig) -> int:
@@ -153,6 +173,10 @@ def _remedies(vllm_config: VllmConfig, fullest: Share) -> list[str]:
     found: list[tuple[int, str]] = []
     if vllm_config.model_config.dtype.itemsize > 2:
         found.append((fullest.weights // 2, "--dtype bfloat16 halves weights and cache"))
+    if vllm_config.model_config.quant_config is None:
+        found.append(
+            (fullest.weights // 2, "8-bit weights take half as much, 4-bit ones a quarter: --quantization fp8")
+        )
     ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
     if fullest.experts and not parallel.enable_expert_parallel and parallel.data_parallel_size > 1:
         saved = fullest.expert_weights * (parallel.data_parallel_size - 1) // parallel.data_parallel_size
@@ -181,6 +205,11 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--ep", "-ep", "--enable-expert-parallel", action="store_true")
     parser.add_argument("--device-memory", type=float, required=True, metavar="GIB", help="of one device")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE")
+    parser.add_argument(
+        "--quantization",
+        default=argparse.SUPPRESS,
+        help="as of LLM, or int4: as if 4-bit codes in groups of 128 were stored",
+    )
     for name in ("dtype", "max-model-len", "max-num-batched-tokens", "max-num-seqs", "block-size"):
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS)
     return parser
@@ -201,6 +230,9 @@ def main(argv: Sequence[str]) -> int:
         folder = path.parent if path.name == "config.json" else path
         if "block_size" in given:
             given["block_size"] = int(given["block_size"])
+        if given.get("quantization") == "int4":
+            given["hf_overrides"] = {"quantization_config": INT4}
+            del given["quantization"]
         args = EngineArgs(model=str(folder), tensor_parallel_size=tp, enable_expert_parallel=ep, **given)
         config = args.create_engine_config()
         parallel = dataclasses.replace(config.parallel_config, data_parallel_size=dp)

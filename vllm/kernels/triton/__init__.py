@@ -14,7 +14,12 @@ from vllm.kernels.triton.embedding import embedding
 from vllm.kernels.triton.experts import fused_experts, fused_experts_forms
 from vllm.kernels.triton.gdn import gated_delta_net
 from vllm.kernels.triton.norms import fused_add_rms_norm, rms_norm, rms_norm_gated
-from vllm.kernels.triton.quantized import quantized_embedding, quantized_experts, quantized_linear
+from vllm.kernels.triton.quantized import (
+    quantized_embedding,
+    quantized_experts,
+    quantized_linear,
+    quantized_linear_forms,
+)
 from vllm.kernels.triton.rotary import rotary_embedding
 from vllm.kernels.triton.routing import grouped_topk, topk_sigmoid, topk_softmax
 from vllm.kernels.triton.sampling import apply_penalties, log_probabilities, row_max, sample
@@ -44,6 +49,7 @@ __all__ = [
     "quantized_embedding",
     "quantized_experts",
     "quantized_linear",
+    "quantized_linear_forms",
     "reshape_and_cache",
     "rms_norm",
     "rms_norm_gated",

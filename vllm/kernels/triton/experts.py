@@ -70,6 +70,17 @@ def _cut(starts_ptr, tiles_ptr, num_tiles, E, ROWS: tl.constexpr, EXPERTS: tl.co
 
 
 @triton.jit
+def glu(gate, up, CLAMPED: tl.constexpr):
+    if CLAMPED:
+        gate = tl.where(gate > 7.0, 7.0, gate)
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
+        y = gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
+    else:
+        y = gate / (1.0 + tl.exp(-gate)) * up
+    return y
+
+
+@triton.jit
 def turn(num_tiles, columns, GROUP: tl.constexpr):
     """(tile of rows, tile of columns) of a program. Tiles of a group take turns within a column: those of one expert
     run side by side and share its weights in cache."""
@@ -78,17 +89,6 @@ def turn(num_tiles, columns, GROUP: tl.constexpr):
     size = tl.minimum(num_tiles - start, GROUP)
     within = program % (GROUP * columns)
     return start + within % size, within // size
-
-
-@triton.jit
-def activated(gate, up, CLAMPED: tl.constexpr):
-    if CLAMPED:  # a NaN stays one
-        gate = tl.where(gate > 7.0, 7.0, gate)
-        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
-        value = gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
-    else:
-        value = gate / (1.0 + tl.exp(-gate)) * up
-    return value
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -164,7 +164,7 @@ def _product(
         if GATED:
             total_up += tl.load(bias + N, mask=n < N, other=0.0)[None, :]
     if GATED:
-        total = activated(total, total_up, CLAMPED)
+        total = glu(total, total_up, CLAMPED)
     out = out_ptr + target.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=real[:, None] & (n < N)[None, :])
 
@@ -258,16 +258,16 @@ def checked(
     assert topk_ids_TS.shape == topk_weights_TS.shape == (T, S), f"{topk_ids_TS.shape}, {topk_weights_TS.shape}, T {T}"
     kinds = (topk_ids_TS.dtype, topk_weights_TS.dtype)
     assert kinds in ((torch.int32, torch.float32), (torch.int64, torch.float32)), f"ids and weights are {kinds}"
-    assert activation in ("silu", "swigluoai"), f"there is no activation {activation!r}"
-    for bias, width in ((b13, 2 * I), (b2, D)):
-        fits = bias is None or (bias.shape == (E, width) and bias.dtype is torch.float32 and bias.is_contiguous())
-        assert fits, f"bias {None if bias is None else (bias.shape, bias.dtype)}, needed contiguous float32 {E, width}"
     if out is None:
         out = x_TD.new_empty(T, D)
     assert out.shape == (T, D), f"out is {out.shape}, needed {(T, D)}"
     assert out.dtype is dtype, f"out is {out.dtype}, x {dtype}"
     last = x_TD.stride(1), out.stride(1)
     assert last == (1, 1), f"last strides of x and out are {last}, needed 1"
+    assert activation in ("silu", "swigluoai"), f"there is no activation {activation!r}"
+    for bias, width in ((b13, 2 * I), (b2, D)):
+        fits = bias is None or (bias.shape == (E, width) and bias.dtype is torch.float32 and bias.is_contiguous())
+        assert fits, f"bias {None if bias is None else (bias.shape, bias.dtype)}, needed contiguous float32 {E, width}"
     return topk_ids_TS.contiguous(), topk_weights_TS.contiguous(), out
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from vllm.kernels.quantized import FORMATS, QuantizedWeight
 from vllm.kernels.triton import experts
 from vllm.kernels.triton.cards import has_fp8, shared_memory
-from vllm.kernels.triton.experts import Tiles, activated, turn
+from vllm.kernels.triton.experts import Tiles, glu, turn
 from vllm.kernels.triton.rows import DTYPES, fits, refuse_other_dtypes, tile
 
 KNOWN = ("int4", "int8", "fp8", "mxfp4")
@@ -202,8 +202,8 @@ def _product(
     if GATED:
         total_up *= unit[:, None]
         if bias_ptr is not None:
-            total_up += tl.load(bias_ptr + N + row)[None, :]
-        total = activated(total, total_up, CLAMPED)
+            total_up += tl.load(bias_ptr + N + row).to(tl.float32)[None, :]
+        total = glu(total, total_up, CLAMPED)
     out = out_ptr + target.to(tl.int64)[:, None] * stride_out + n[None, :]
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=real[:, None] & (n < N)[None, :])
 
@@ -351,7 +351,7 @@ def _multiply(
     grouped: tuple[Tensor, Tensor, int, int] | None = None,
     clamped: bool = False,
 ) -> Tensor:
-    """x times the weight into ``out``; ``grouped``: (order, cut, tiles, S) of ``experts``, with biases [E, N]."""
+    """x times the weight into ``out``; ``grouped``: (order, cut, tiles, S) of ``experts``, whose biases are [E, N]."""
     N, K, gated = out.shape[1], weight.K, weight.gated
     interpreted = triton.knobs.runtime.interpret
     if weight.input_order is not None:
@@ -380,11 +380,15 @@ def _multiply(
         a, a_scales, weight.codes, scales, zeros, bias_N, out, order, cut, len(x_TK), num_tiles, columns, S, N, K,
         weight.group_size, a.stride(0), *strides(weight.codes)[:2], *strides(scales), *strides(zeros), out.stride(0),
         GROUPED=grouped is not None, GATED=gated, CLAMPED=clamped, FORMAT=weight.format, ZERO=packed.zero,
-        PER_BYTE=packed.columns,
-        PRODUCT=kind, OPERAND=operand, NATIVE=native, WHOLE=K % tiles.depth == 0, ROWS=tiles.rows, COLUMNS=width,
-        DEPTH=tiles.depth, GROUP=8, num_warps=tiles.warps, num_stages=stages,
+        PER_BYTE=packed.columns, PRODUCT=kind, OPERAND=operand, NATIVE=native, WHOLE=K % tiles.depth == 0,
+        ROWS=tiles.rows, COLUMNS=width, DEPTH=tiles.depth, GROUP=8, num_warps=tiles.warps, num_stages=stages,
     )  # fmt: skip
     return out
+
+
+def quantized_linear_forms(num_tokens: int) -> list[int]:
+    """The first of each kind of ``_tiles``."""
+    return [T for T in (1, 17, 41) if num_tokens >= T]
 
 
 def quantized_linear(

@@ -125,5 +125,6 @@ class ParallelLMHead(VocabParallelEmbedding):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         logits = (self._tied_to or (self,))[0].project(hidden_states)
         if self.tp_size > 1:
-            logits = tensor_model_parallel_all_gather(logits, dim=-1)
+            # rows of their own again: the gather puts the ranks' columns one after the other
+            logits = tensor_model_parallel_all_gather(logits, dim=-1).contiguous()
         return logits[:, : self.vocab_size]

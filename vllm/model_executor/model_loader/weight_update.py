@@ -103,13 +103,18 @@ def _held(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
 
 def held_tensors(model: nn.Module) -> list[torch.Tensor]:
     """The weights, once each."""
-    tensors: dict[int, torch.Tensor] = {}
-    for _, _, value in _held(model):
-        parts = (
-            [value] if isinstance(value, torch.Tensor) else [getattr(value, f.name) for f in dataclasses.fields(value)]
-        )
-        tensors |= {id(part): part for part in parts if isinstance(part, torch.Tensor)}
-    return list(tensors.values())
+    return list({id(tensor): tensor for _, _, value in _held(model) for tensor in _tensors(value)}.values())
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _tensors(part)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name))
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -53,6 +53,7 @@ def largest_step_bytes(runner: GPUModelRunner) -> int:
             decodes = min(num_tokens, num_reqs)
             steps = {(1, 1, context), (decodes, decodes, context)}
             steps |= set(ops.paged_attention_forms(runner.device, num_tokens, num_reqs, context))
+            steps |= {(T, 1, context) for T in ops.quantized_linear_forms(runner.device, num_tokens)}
             models = [_model_peak(runner, *step) for step in sorted(steps)]
             _run_experts(runner, num_tokens)
             forward, *others = _peaks(runner, num_tokens, max(num_reqs, scored), num_reqs, scored, context)
