@@ -205,6 +205,31 @@ def test_seeded_draws_are_the_twins(nan_poison):
     assert len(set(tokens.tolist())) > 15
 
 
+def seed_of(bits: int) -> int:
+    """Whose number at position 0 is ``bits``: the stream run backwards."""
+
+    def unmixed(z: int) -> int:
+        for by, factor in ((31, 0x94D049BB133111EB), (27, 0xBF58476D1CE4E5B9), (30, 1)):
+            whole = z
+            for _ in range(3):
+                z = whole ^ (z >> by)
+            z = z * pow(factor, -1, 2**64) % 2**64
+        return z
+
+    seed = unmixed((unmixed(bits) - 0x9E3779B97F4A7C15) % 2**64)
+    return seed - 2**64 * (seed >= 2**63)
+
+
+def test_the_ends_of_the_noise_pick_possible_tokens(nan_poison):
+    """0 and the largest number, where the first and the last tokens and tiles are impossible."""
+    x = torch.full((2, 300), -INF)
+    x[:, [130, 131, 199]] = torch.tensor([-7.0, 0.0, -9.0])
+    args = list(arguments(x, [(1.0, TOP, 1.0, 0.0)] * 2))
+    args[3], args[4] = torch.tensor([seed_of(0), seed_of(2**64 - 1)]), torch.zeros(2, dtype=torch.int64)
+    assert random_bits(args[3], args[4]).tolist() == [0, -1]
+    assert operators.sample(x, *args)[0].tolist() == [130, 199]
+
+
 @triton.jit
 def _bits_kernel(seeds, positions, out):
     i = tl.program_id(0)
