@@ -77,8 +77,23 @@ def routing(T: int, dtype: torch.dtype, card: str) -> None:
     of("test_topk").check((0, T), 8, 2, "softmax", True, dtype, "one", card)
 
 
+def sampling(T: int, dtype: torch.dtype, card: str) -> None:
+    """Greedy rows and rows of all limits; fewer rows, as the law is looked up token by token."""
+    written, R, V, off = of("test_sampling"), min(T, 64), sized(151_936, 150), 10**9
+    limits = [
+        (1.0, off, 1.0, 0.0),
+        (0.7, 50, 0.9, 0.01),
+        (1.5, off, 0.95, 0.0),
+        (0.0, off, 1.0, 0.0),
+        (1.0, 9, 1.0, 0.2),
+    ]
+    written.check(2 * written.randn(R, V).to(dtype), (limits * R)[:R], card)
+    written.check_logprobs(R, V, sized(20, 5), dtype, True, card)
+    written.check_penalties([0, sized(5000, 60), 64, 1], V, card)
+
+
 ROW_WISE: dict[str, Callable[[int, torch.dtype, str], None]] = {
-    function.__name__: function for function in (activation, cache_write, embedding, norms, rotary, routing)
+    function.__name__: function for function in (activation, cache_write, embedding, norms, rotary, routing, sampling)
 }
 
 

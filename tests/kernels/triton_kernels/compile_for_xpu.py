@@ -18,7 +18,7 @@ from triton.backends import backends
 from triton.backends.compiler import GPUTarget
 
 from vllm.kernels import weights
-from vllm.kernels.triton import activation, attention, cache, experts, gdn, norms, rotary, routing
+from vllm.kernels.triton import activation, attention, cache, experts, gdn, norms, rotary, routing, sampling
 
 triton.knobs = types.SimpleNamespace(runtime=types.SimpleNamespace(interpret=False))
 (intel,) = (found.compiler for found in backends.values() if found.compiler.__name__ == "XPUBackend")
@@ -65,14 +65,13 @@ def run_delta_net() -> None:
     gdn.gated_delta_net(new(T, C + H * D + 2 * H), of, new(8, K - 1, C), new(8, H, D, D, dtype=small), *tables)
 
 
-def sampling() -> None:
-    R, V, real, whole = 26, 151936, torch.float32, torch.int64
-    logits, starts = new(R, V, dtype=real), new(R + 1, dtype=torch.int32)
-    each, index = new(R, dtype=real), new(R, dtype=whole)
-    sample.row_max(logits)
-    sample.sample(logits, each, index, each, index, index, index, each, each)
-    sample.apply_penalties(logits, starts, new(99, dtype=whole), new(99, dtype=real), each, each, each)
-    sample.log_probabilities(logits, 5, index)
+def run_sampling(dtype: torch.dtype = BF16) -> None:
+    logits, real, whole = new(T, 151936, dtype=dtype), new(T, dtype=torch.float32), new(T, dtype=torch.int64)
+    sampling.row_max(logits)
+    sampling.sample(logits, real, whole, real, whole, whole, whole, real, real)
+    sampling.log_probabilities(logits, 20, whole)
+    if dtype is torch.float32:
+        sampling.apply_penalties(logits, new(T + 1, dtype=torch.int32), whole, real, real, real, real)
 
 
 qkv, ids = new(T, 48, 128), new(T, dtype=torch.int64)
@@ -87,7 +86,8 @@ CALLS: list[tuple[Any, Any]] = [
     (embed, lambda: embed.embedding(ids, weights.pack_linear_weight(new(37984, 2048)), (37984, 75968))),
     (routing, lambda: routing.topk_softmax(new(T, 128), 8, True, 22)),
     (gdn, run_delta_net),
-    (sample, sampling),
+    (sampling, run_sampling),
+    (sampling, lambda: run_sampling(torch.float32)),
     (attention, lambda: attend(2048, 4, 64, 8, 128, 128)),
     (attention, lambda: attend(300, 8, 64, 8, 64, 64, window=128, sinks=True)),
     (attention, lambda: attend(300, 2, 16, 2, 256, 256, page=64, cap=30.0)),

@@ -31,9 +31,9 @@ def test_every_kernel_compiles_for_an_arc(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     built = [line.split() for line in done.stdout.splitlines()]
     assert {name for name, _, _ in built} == {
-        "_norm_kernel", "_silu_and_mul_kernel", "_rotary_kernel", "_write_kernel", "_embedding_kernel", "_topk_kernel",
-        "_conv_kernel", "_recurrent_kernel", "_row_max_kernel", "_sample_kernel", "_penalties_kernel",
-        "_logprobs_kernel", "_attend", "_merge", "_order", "_cut", "_product", "_combine",
+        "_norm_kernel", "_gated_kernel", "_rotary_kernel", "_write_kernel", "_embedding_kernel", "_topk_kernel",
+        "_conv_kernel", "_recurrent_kernel", "_attend", "_merge", "_order", "_cut", "_product", "_combine",
+        "_row_max_kernel", "_sample_kernel", "_logprobs_kernel", "_penalties_kernel",
     }  # fmt: skip
     assert all(int(size) > 0 for _, size, _ in built)
     assert {name for name, _, matrix in built if matrix == "True"} == {"_attend", "_product"}

@@ -25,6 +25,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 import triton
 from triton.runtime.interpreter import InterpretedFunction
 
+from vllm import SamplingParams
 from vllm.kernels import reference, table
 from vllm.kernels import triton as operators
 from vllm.kernels.triton import attention, experts, quantized
@@ -110,6 +111,29 @@ def test_nothing_new_is_launched_in_service(name: str, launched: set[tuple[Any, 
     llm.shutdown()
     kernels = {key[0] for key in warm}
     assert {"_attend", "_merge", "_norm_kernel", "_write_kernel", "_rotary_kernel"} <= kernels
+    assert launched - warm == set()
+
+
+SAMPLED: list[dict[str, Any]] = [
+    {"temperature": 0, "logprobs": 2},
+    {"seed": 3, "prompt_logprobs": 1, "logprobs": 0},
+    {"top_k": 5, "top_p": 0.9, "min_p": 0.1, "frequency_penalty": 0.5},
+    {"temperature": 0, "repetition_penalty": 1.3, "logprobs": 3},
+]
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_nothing_new_is_launched_whatever_is_sampled(mode: str, launched: set[tuple[Any, ...]]) -> None:
+    """Of rows alone and together, as the model's logits are and as penalties leave them."""
+    llm = tiny.make_llm("qwen3", dtype="bfloat16", logprobs_mode=mode, **SIZES)
+    warm = set(launched)
+    params = [SamplingParams(max_tokens=3, ignore_eos=True, detokenize=False, **kwargs) for kwargs in SAMPLED]
+    for chosen in (*([each] for each in params), params[:2], params):
+        prompts = [{"prompt_token_ids": list(tiny.prompt(5 + i))} for i in range(len(chosen))]
+        llm.generate(prompts, chosen, use_tqdm=False)
+    llm.shutdown()
+    kernels = {"_row_max_kernel", "_sample_kernel", "_penalties_kernel", "_logprobs_kernel"}
+    assert kernels <= {key[0] for key in warm}
     assert launched - warm == set()
 
 

@@ -51,7 +51,7 @@ def _topk_kernel(
                 best = tl.argmax(of_group, axis=1, tie_break_left=True)[:, None]
                 of_group = tl.where(e == best, float("-inf"), of_group)
             worth = tl.where(g == i, total, worth)
-        kept = e < 0
+        kept = tl.zeros([ROWS, COLUMNS], tl.int1)
         for _ in range(TOP_GROUPS):
             best = tl.argmax(worth, axis=1, tie_break_left=True)[:, None]
             kept = kept | (group == best)

@@ -173,6 +173,7 @@ def _all_options(runner: GPUModelRunner, num_reqs: int) -> Iterator[SamplingMeta
         top_k=torch.full_like(each, max(vocab_size - 1, 1), dtype=torch.int64),
         top_p=each / 2,
         log_min_p=-20 * each,
+        max_num_logprobs=0,
     )
     yield limited
     penalties = Penalties(
