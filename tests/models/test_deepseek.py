@@ -105,6 +105,17 @@ def test_the_cache_is_one_vector_a_token() -> None:
     assert len(layers) == 3
 
 
+def test_tokens_of_triton(monkeypatch: pytest.MonkeyPatch, nan_poison: None) -> None:
+    """Both forms by the kernels of devices, in Triton's interpreter, with rows of padding."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("VLLM_KERNELS", "triton")
+    prompts = [tiny.prompt(length, seed=3) for length in (3, 35)]
+    llm = tiny.make_llm("latent", max_num_batched_tokens=40, compilation_config={"cudagraph_capture_sizes": [4, 40]})
+    outputs = tiny.generate(llm, prompts, 2)
+    llm.shutdown()
+    assert tiny.tokens(outputs) == [tiny.greedy("latent", prompt, 2) for prompt in prompts]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Published checkpoints: config.json, and the name and shape of every tensor
 

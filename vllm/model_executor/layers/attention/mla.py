@@ -21,6 +21,7 @@ from vllm.kernels import ops
 from vllm.model_executor.layers.attention.attention import zero_padding_rows
 from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.model_executor.layers.step_buffers import buffer_key, step_buffer
+from vllm.model_executor.parameter import WeightSpec
 from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.backends.mla import MLABackend, MLAMetadata, Part
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
@@ -31,12 +32,17 @@ _HEADS_AT_ONCE = 16  # whose keys and values are made at a time
 class KVUpProjection(ColumnParallelLinear):
     """W_UK [H, N, R] and W_UV [H, V, R], head after head in one checkpoint matrix, held as a plain matrix.
 
-    Both forms multiply with a part of it for each head, so that it is neither packed nor left quantised.
+    Both forms multiply with a part of it for each head, so that it is not packed, and comes dequantised from a
+    checkpoint that holds it quantised.
     """
 
     def __init__(self, rank: int, num_heads: int, nope: int, v: int, dtype: torch.dtype, prefix: str) -> None:
         super().__init__(rank, num_heads * (nope + v), False, dtype, prefix)
         self.nope, self.v = nope, v
+
+    def weight_specs(self) -> list[WeightSpec]:
+        (shard,) = self.shards
+        return [WeightSpec(shard.name, shard.full, self._weight_taker(shard), rows=shard.rows)]
 
     def process_weights_after_loading(self) -> None:
         assert self.weight is not None, f"{self.shards[0].name}: no weight was loaded"
