@@ -92,6 +92,7 @@ class LatentAttention(nn.Module):
         self.query_key = buffer_key(f"{prefix}.absorbed_queries", num_heads * self.width, dtype)
         self.attended_key = buffer_key(f"{prefix}.attended_latents", num_heads * self.rank, dtype)
         self.expanded_key = buffer_key(f"{prefix}.expanded", columns, dtype)
+        self.buffer_keys = self.output_key, self.query_key, self.attended_key, self.expanded_key
         self.kv_cache: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def get_kv_cache_spec(self) -> AttentionSpec:
@@ -116,9 +117,9 @@ class LatentAttention(nn.Module):
         set_current_layer(self.layer_name)
         context, rows = get_forward_context(), query.shape[0]
         most = self.max_rows if context.step_buffers is None else context.step_buffers.max_rows
-        sizes = (self.output_key, rows), (self.query_key, rows), (self.attended_key, rows), (self.expanded_key, most)
         output, absorbed, attended, expanded = (
-            query.new_empty(n, key[1]) if (buffer := step_buffer(key, n)) is None else buffer for key, n in sizes
+            query.new_empty(n, key[1]) if (buffer := step_buffer(key, n)) is None else buffer
+            for key, n in zip(self.buffer_keys, (rows, rows, rows, most), strict=True)
         )
         if context.attn_metadata is None:
             return query.new_zeros(output.shape)
