@@ -435,7 +435,7 @@ def main() -> int:
             print(f"MLA decode, seq_lens 0: {case}")
             as_expected &= latent_case(lengths)
     print(
-        "FP8: the engine has no FP8 quantisation; the row quantises its attention output in this script.\n"
+        "FP8: the engine gives each row a scale of its own; the rows here quantise attention's output in this script.\n"
         "MoE, GDN gate: the device kernels are stand-ins written after what is known of them; the rest is the engine.\n"
         f"{'every line as expected' if as_expected else 'NOT AS EXPECTED'}"
     )

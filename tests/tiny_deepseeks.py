@@ -29,10 +29,7 @@ LATENT: dict[str, Any] = {
     "num_experts_per_tok": 2,
 }
 tiny.CHECKPOINTS |= {
-    "dense-latent": (
-        "DeepseekV2",
-        {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 3, "topk_method": "greedy"},
-    ),
+    "latent": ("DeepseekV2", {**LATENT, "q_lora_rank": 24, "num_hidden_layers": 2, "first_k_dense_replace": 2}),
     # V2-Lite: queries without a latent, the value narrower than the key; mscale on cos and sin as well as on the scale
     "v2-lite": (
         "DeepseekV2",

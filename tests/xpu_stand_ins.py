@@ -74,6 +74,10 @@ def varlen_fwd(*args: Any) -> list[Tensor]:
     assert causal and mix_batch and not lse and not softcap and not dropout and scales == [None] * 3
     assert leftpad is alibi is sink is per_seq is work is None
     H, D, (_, block_size, J, _) = q.shape[1], q.shape[2], k.shape
+    if D == 576:
+        assert H // J <= 8, f"{H} heads to one key head: not compiled"
+        assert block_size % 64 == 0
+        assert v.data_ptr() == k.data_ptr()
     if D == 112:
         raise RuntimeError("Paged decode kernel not compiled for this configuration.")
     if D == 120:

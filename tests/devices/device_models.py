@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import tiny_deepseeks  # noqa: F401
 import tiny_hybrids as hybrids
 import tiny_models as tiny
 
@@ -22,6 +23,9 @@ PLAIN: dict[str, dict[str, Any]] = {
     "mixtral": _WIDE | {"intermediate_size": 128},
     "qwen3-moe": _WIDE_MOE,
     "qwen3-moe-mixed": _WIDE_MOE,
+    # A head and a latent as DeepSeek publishes them; and smaller ones, whose prompts are expanded.
+    "v3": _WIDE_MOE | {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+    "v2-lite": _WIDE_MOE | {"kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64},
 }
 HYBRID: dict[str, dict[str, Any]] = {
     "qwen3-next": _WIDE_HYBRID | {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},

@@ -213,6 +213,29 @@ def test_requests_beyond_num_reqs_are_not_read() -> None:
     assert out[3:].count_nonzero() == 0
 
 
+@pytest.mark.parametrize("heads", [3, 8, 20])
+def test_latent_attention_in_groups_of_eight_heads(heads: int) -> None:
+    """Keys of 576 whose first 512 channels are the values: written once, and attended by eight heads at a time."""
+    case = attention_case([1, 7, 0], [70, 7, 0], (heads, 1, 576), 64, 3)
+    cache = xpu.zeroed_cache(tuple(case["key_cache"].shape), torch.bfloat16).fill_(NAN)
+    for r, length in enumerate([70, 7]):
+        at = torch.arange(length)
+        slots = case["block_table"][r, at // 64].long() * 64 + at % 64
+        k = case["key_cache"][slots // 64, :, slots % 64]
+        xpu.reshape_and_cache(k, None, cache, None, torch.where(at == 3, -1, slots))
+        assert torch.equal(cache[slots // 64, :, slots % 64][at != 3], k[at != 3])
+        xpu.reshape_and_cache(k[3:4], None, cache, None, slots[3:4])
+    case |= {"key_cache": cache, "value_cache": cache[..., :512]}
+    outs = [torch.full((11, heads, 512), NAN, dtype=torch.bfloat16) for _ in range(2)]
+    for out, attend in zip(outs, (xpu.paged_attention, reference.paged_attention), strict=True):
+        attend(**case, out_THD=out)
+    close(outs[0], outs[1])
+    assert outs[0][8:].count_nonzero() == 0
+    other = {**case, "value_cache": cache[..., :500]}
+    with pytest.raises(NotImplementedError, match=r"576 with values of 500: .*only 576 with 512"):
+        xpu.paged_attention(**other, out_THD=outs[0][..., :500])
+
+
 @pytest.mark.parametrize(("head_size", "block_size"), [(64, 16), (128, 16), (256, 64), (576, 64), (48, 16)])
 def test_the_block_size_is_one_that_kernels_were_compiled_for(head_size: int, block_size: int) -> None:
     """Head size 256 has pages of 64 alone; what has none at all keeps the default."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import test_gguf_loader
+import tiny_deepseeks  # noqa: F401
 import tiny_hybrids as hybrids
 import tiny_models as tiny
 import torch
@@ -49,7 +50,7 @@ def assert_all_on_meta(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
-@pytest.mark.parametrize("name", ["llama-bias", "mixtral", "qwen3-next", "qwen3.5-moe"])
+@pytest.mark.parametrize("name", ["llama-bias", "mixtral", "qwen3-next", "qwen3.5-moe", "v3"])
 def test_folders_and_dummy_weights(name: str, load_format: str) -> None:
     models = tiny if name in tiny.CHECKPOINTS else hybrids
     llm = models.make_llm(name, load_format=load_format)
@@ -69,7 +70,7 @@ def test_gguf_files(tmp_path: Path) -> None:
     assert_all_on_meta(model)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3.5-moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3.5-moe", "v3"])
 def test_a_step_makes_its_tensors_on_the_device_of_its_inputs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another default device shows each tensor that is made without naming one: the operators refuse to mix them."""
     models = tiny if name in tiny.CHECKPOINTS else hybrids

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ from typing import Any
 import pytest
 import tiny_deepseeks as deepseeks
 import tiny_models as tiny
+import tiny_quantised as quantised
 import torch
 from layout_checks import LOADS, check
 from safetensors.torch import load_file, save_file
 
 from vllm import LLM
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.layers.attention import LatentAttention
+from vllm.model_executor.layers.attention.mla import KVUpProjection, LatentAttention
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.weight_utils import StoredTensor, match_specs, without_extra_layers
 from vllm.model_executor.models.registry import ModelRegistry
 
@@ -103,6 +106,17 @@ def test_the_cache_is_one_vector_a_token() -> None:
         assert layer.get_kv_cache_spec().bytes_per_token == 4 * 40
     llm.shutdown()
     assert len(layers) == 3
+
+
+def test_tokens_of_triton(monkeypatch: pytest.MonkeyPatch, nan_poison: None) -> None:
+    """Both forms by the attention of devices, in Triton's interpreter, with rows of padding."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "TRITON_ATTN")
+    prompts = [tiny.prompt(length, seed=3) for length in (3, 35)]
+    llm = tiny.make_llm("latent", max_num_batched_tokens=40, compilation_config={"cudagraph_capture_sizes": [4, 40]})
+    outputs = tiny.generate(llm, prompts, 2)
+    llm.shutdown()
+    assert tiny.tokens(outputs) == [tiny.greedy("latent", prompt, 2) for prompt in prompts]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -193,30 +207,64 @@ def tensors_of(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return found
 
 
-@pytest.mark.parametrize(("name", "count", "read"), [
-    ("DeepSeek-V3", 46183, 45395),  # 61 layers, and one that predicts further tokens
-    ("DeepSeek-V2", 29102, 29102),
-    ("DeepSeek-V2-Lite", 5291, 5291),
-])  # fmt: skip
-def test_published_checkpoints_by_name_and_shape(name, count, read, tmp_path, log) -> None:
+UNQUANTISED = re.compile(r"embed_tokens|norm|mlp\.gate\.|lm_head|head\.weight|eh_proj")
+
+
+def stored_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> StoredTensor:
+    return StoredTensor(name, shape, lambda dtype: torch.empty(shape, dtype=dtype), dtype=dtype)
+
+
+def in_fp8_blocks(tensors: list[StoredTensor]) -> list[StoredTensor]:
+    """As DeepSeek publishes V3: a scale for 128 x 128, ragged at the edges, in the places that are quantised."""
+    found = []
+    for tensor in tensors:
+        if len(tensor.shape) < 2 or UNQUANTISED.search(tensor.name):
+            found.append(tensor)
+            continue
+        blocks = tuple(-(-n // 128) for n in tensor.shape)
+        found += [
+            stored_tensor(tensor.name, tensor.shape, torch.float8_e4m3fn),
+            stored_tensor(f"{tensor.name}_scale_inv", blocks, torch.float32),
+        ]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "fp8", "count", "read"),
+    [
+        ("DeepSeek-V3", True, 91991, 45395),  # 61 layers, and one that predicts further tokens
+        pytest.param("DeepSeek-V2", False, 29102, 29102, marks=pytest.mark.slow),
+        ("DeepSeek-V2-Lite", False, 5291, 5291),
+    ],
+)
+def test_published_checkpoints_by_name_and_shape(name, fp8, count, read, tmp_path, log) -> None:
     """Every tensor is wanted as it is, but those of the extra layer, which are left unread without a warning."""
-    stored = [StoredTensor(tensor, shape, lambda dtype: None) for tensor, shape in tensors_of(PUBLISHED[name]).items()]
+    published = dict(PUBLISHED[name])
+    stored = [stored_tensor(tensor, shape, torch.bfloat16) for tensor, shape in tensors_of(published).items()]
+    if fp8:
+        stored = in_fp8_blocks(stored)
+        of_blocks = {"activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+        published["quantization_config"] = {"quant_method": "fp8", **of_blocks}
     assert len(stored) == count
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    (tmp_path / "config.json").write_text(json.dumps(published))
     config = EngineArgs(str(tmp_path), skip_tokenizer_init=True, load_format="dummy").create_engine_config()
-    llm = tiny.make_llm("v3", num_gpu_blocks_override=40)
+    llm = tiny.make_llm("latent", num_gpu_blocks_override=40)
     try:
         with torch.device("meta"):
             model_cls, _ = ModelRegistry.resolve_model_cls(config.model_config.architecture)
             model = model_cls(vllm_config=config)
             specs = model.weight_specs()
             log.clear()
+            if fp8:
+                stored = config.model_config.quant_config.adapt(stored, specs)
             kept = without_extra_layers(stored, specs, model.ignored_weights, "the checkpoint")
             pairs = match_specs(specs, kept, model.ignored_weights, "the checkpoint")
     finally:
         llm.shutdown()
     assert len(pairs) == len(specs) == read
     assert not log.records
+    of_layer_5 = {spec.name.split(".", 3)[3] for spec, tensor in pairs if tensor.codes and ".layers.5." in spec.name}
+    assert len(of_layer_5) == (5 + 3 * 257 if fp8 else 0)
     assert config.model_config.head_dim == 576
     assert config.model_config.max_model_len == 163840
     layers = [m for m in model.modules() if isinstance(m, LatentAttention)]
@@ -224,6 +272,21 @@ def test_published_checkpoints_by_name_and_shape(name, count, read, tmp_path, lo
     assert layers[0].scale == pytest.approx(192**-0.5 * (0.1 * m * math.log(40) + 1) ** 2)
     bytes_per_token = sum(layer.get_kv_cache_spec().bytes_per_token for layer in layers)
     assert bytes_per_token == {"DeepSeek-V3": 70272, "DeepSeek-V2": 69120, "DeepSeek-V2-Lite": 31104}[name]
+
+
+def test_fp8_blocks(nan_poison: None) -> None:
+    """As transformers with the matrices dequantised; W_UK and W_UV are taken from the dequantised kv_b, and 40 rows of
+    latents are no whole number of blocks."""
+    llm = quantised.make_llm("fp8-block:v3")
+    prompts = [tiny.prompt(n, seed=3) for n in (5, 40, 1)]
+    got = tiny.tokens(tiny.generate(llm, prompts, 12))
+    model = llm.llm_engine.worker.runner.model
+    up = [m for m in model.modules() if isinstance(m, KVUpProjection)]
+    linears = [m for m in model.modules() if isinstance(m, LinearBase) and m.is_quantized]
+    llm.shutdown()
+    assert got == [quantised.greedy("fp8-block:v3", prompt, 12) for prompt in prompts]
+    assert all(m.weight.dtype is torch.float32 and not m.is_quantized for m in up)
+    assert len(linears) == 3 * 3 + 2 + 2 * 2  # q_a with kv_a, q_b, o; the dense layer's two; two of each shared expert
 
 
 def test_dummy_weights_load_and_the_extra_layer_is_skipped(tmp_path) -> None:
@@ -265,3 +328,9 @@ def test_layout(name: str, policies: str) -> None:
 @pytest.mark.multiprocess
 def test_groups_of_experts_without_expert_parallelism() -> None:
     check(deepseeks, "v2-groups", 2, 1, False, "cpu", ["b60", "one-long"], 0.001)
+
+
+@pytest.mark.multiprocess
+def test_heads_of_quantised_weights() -> None:
+    """TP cuts kv_b in the middle of a block's rows."""
+    check(quantised, "fp8-block:v3", 2, 1, False, "cpu", ["b60", "one-long"], 0.001)

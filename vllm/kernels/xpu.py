@@ -229,8 +229,9 @@ def paged_attention(
     H, D = q_THD.shape[1:]
     (J, block_size), DV = key_cache.shape[1:3], value_cache.shape[3]
     # Latent attention was compiled for up to 8 query heads to its one key head: they come in groups of so many.
-    together = 8 if (D, DV, J) == (576, 512, 1) else H
-    if D != DV and together == H:
+    latent = (D, DV, J) == (576, 512, 1)
+    together = 8 if latent else H
+    if D != DV and not latent:
         raise NotImplementedError(f"heads of {D} with values of {DV}: vllm-xpu-kernels has only 576 with 512")
     _check_compiled(min(H, together), J, D, block_size, sliding_window > 0, q_THD.dtype)
     keys, values = _in_kernels_order(key_cache, value_cache)

@@ -119,6 +119,7 @@ def _step_bytes(model: nn.Module, mixtures: Sequence[FusedMoE], vllm_config: Vll
     scheduler, config = vllm_config.scheduler_config, vllm_config.model_config.hf_config
     rows, width = scheduler.max_num_batched_tokens, vllm_config.model_config.dtype.itemsize
     columns = {m.output_key: m.output_size_per_partition for m in model.modules() if isinstance(m, LinearBase)}
+    columns |= {key: key[1] for m in model.modules() for key in getattr(m, "buffer_keys", ())}
     total = rows * width * (sum(columns.values()) + 6 * config.hidden_size)
     if mixtures:
         one, parallel = mixtures[0], vllm_config.parallel_config

@@ -21,6 +21,7 @@ from vllm.kernels import ops
 from vllm.model_executor.layers.attention.attention import zero_padding_rows
 from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.model_executor.layers.step_buffers import buffer_key, step_buffer
+from vllm.model_executor.parameter import WeightSpec
 from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.backends.mla import MLABackend, MLAMetadata, Part
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
@@ -31,12 +32,17 @@ _HEADS_AT_ONCE = 16  # whose keys and values are made at a time
 class KVUpProjection(ColumnParallelLinear):
     """W_UK [H, N, R] and W_UV [H, V, R], head after head in one checkpoint matrix, held as a plain matrix.
 
-    Both forms multiply with a part of it for each head, so that it is neither packed nor left quantised.
+    Both forms multiply with a part of it for each head, so that it is not packed, and comes dequantised from a
+    checkpoint that holds it quantised.
     """
 
     def __init__(self, rank: int, num_heads: int, nope: int, v: int, dtype: torch.dtype, prefix: str) -> None:
         super().__init__(rank, num_heads * (nope + v), False, dtype, prefix)
         self.nope, self.v = nope, v
+
+    def weight_specs(self) -> list[WeightSpec]:
+        (shard,) = self.shards
+        return [WeightSpec(shard.name, shard.full, self._weight_taker(shard), rows=shard.rows)]
 
     def process_weights_after_loading(self) -> None:
         assert self.weight is not None, f"{self.shards[0].name}: no weight was loaded"
@@ -86,6 +92,7 @@ class LatentAttention(nn.Module):
         self.query_key = buffer_key(f"{prefix}.absorbed_queries", num_heads * self.width, dtype)
         self.attended_key = buffer_key(f"{prefix}.attended_latents", num_heads * self.rank, dtype)
         self.expanded_key = buffer_key(f"{prefix}.expanded", columns, dtype)
+        self.buffer_keys = self.output_key, self.query_key, self.attended_key, self.expanded_key
         self.kv_cache: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def get_kv_cache_spec(self) -> AttentionSpec:
@@ -110,9 +117,9 @@ class LatentAttention(nn.Module):
         set_current_layer(self.layer_name)
         context, rows = get_forward_context(), query.shape[0]
         most = self.max_rows if context.step_buffers is None else context.step_buffers.max_rows
-        sizes = (self.output_key, rows), (self.query_key, rows), (self.attended_key, rows), (self.expanded_key, most)
         output, absorbed, attended, expanded = (
-            query.new_empty(n, key[1]) if (buffer := step_buffer(key, n)) is None else buffer for key, n in sizes
+            query.new_empty(n, key[1]) if (buffer := step_buffer(key, n)) is None else buffer
+            for key, n in zip(self.buffer_keys, (rows, rows, rows, most), strict=True)
         )
         if context.attn_metadata is None:
             return query.new_zeros(output.shape)
