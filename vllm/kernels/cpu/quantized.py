@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: PT018
-"""Products with weights that stay quantised, by the C++ kernels; contracts are those of ``kernels.ops``, and what is
-said of rows in ``kernels.cpu.ops`` holds.
+"""Products with weights that stay quantised, by the C++ kernels; contracts are those of ``kernels.ops``; what is said of
+rows in ``kernels.cpu.ops`` holds.
 
-Where inputs have 16 bits, or the weight rounds them to int8, codes of 4 and 8 bits meet inputs rounded to int8 in
-blocks of 16 to 64 columns (``csrc/quantized.h``). All else is decoded in the cache and multiplied in float32.
+Where inputs have 16 bits, or the weight rounds them to int8, codes meet inputs rounded to int8 in blocks of 16 to 64
+columns (``csrc/quantized.h``); fp8 codes have become int8 themselves then, with a scale for 32 columns, so an embedding
+row of such a weight is off by half a step of that grid. All else is decoded in the cache and multiplied in float32.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import dataclasses
 import functools
 import struct
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,64 +51,52 @@ def _round_up(n: int, unit: int) -> int:
 def pack_quantized_weight(weight: QuantizedWeight) -> QuantizedWeight:
     """In panels. As it is where the kernels have no form for it; the plain operators run then."""
     scales, zeros, codes, order, K = weight.scales, weight.zeros, weight.codes, weight.input_order, weight.K
+    format, act, fp8_group = weight.format, weight.activations, 0
     group = _round_up(K, 16 if K < 64 else 64) if weight.group_size >= K else weight.group_size
-    if (
-        weight.kind == "panels"
-        or weight.format not in _FORMATS
-        or scales is None
-        or group % 16
-        or weight.dtype not in _CODE
-    ):
+    if weight.kind == "panels" or format not in _FORMATS or scales is None or group % 16 or weight.dtype not in _CODE:
         return weight
-    if zeros is not None and (zeros.int().abs().max() > 127 or weight.format in ("fp8", "mxfp4")):
+    if zeros is not None and (zeros.int().abs().max() > 127 or format in ("fp8", "mxfp4")):
         return weight
     scales = (scales if scales.dtype in _CODE else scales.float()).contiguous()
     zeros = None if zeros is None else zeros.to(torch.int8).contiguous()
     order = None if order is None else order.contiguous()
     block = next(size for size in (64, 32, 16) if group % size == 0)
-    if weight.activations == "int8" and group <= _MOST_COLUMNS:
-        block = group
-    integer = weight.activations == "int8" and weight.format != "fp8"
-    integer |= weight.activations != "int8" and weight.dtype.itemsize == 2 and weight.N >= _FEWEST_ROWS
-    requantized = integer and weight.format == "fp8"
-    scale_dtype, format = scales.dtype, weight.format
-    if requantized:
-        scale_dtype, format, fp8_group, group, block = torch.bfloat16, "int8", group, 32, 32
-    fp8 = (fp8_group, _CODE[scales.dtype]) if requantized else (0, 0)
-    parts = (codes.dim() == 3 and weight.gated + 1) or 1
-    matrices = 1 if codes.dim() == 2 else parts * weight.E
-    rows = weight.N // parts
-    assert rows * parts == weight.N and codes.stride(-1) == 1, f"{weight.N} rows are {parts} parts, {codes.stride()}"
+    if act == "int8":
+        integer, block = format != "fp8", group if group <= _MOST_COLUMNS else block
+    else:
+        integer = weight.dtype.itemsize == 2 and weight.N >= _FEWEST_ROWS
+    scale_dtype = scales.dtype
+    if integer and format == "fp8":
+        fp8_group, format, scale_dtype, group, block = group, "int8", torch.bfloat16, 32, 32
+
+    halves = 2 if weight.gated else 1
+    matrices = [codes] if codes.dim() == 2 else [part for matrix in codes for part in matrix.chunk(halves)]
+    rows = matrices[0].shape[0]
+    assert rows * len(matrices) == codes.shape[:-1].numel(), f"{weight.N} rows are no {halves} equal parts"
+    assert codes.stride(-1) == 1, f"codes of a row must be contiguous, stride is {codes.stride(-1)}"
 
     def record(N: int, address: int) -> bytes:
         return _i11(
-            _FORMATS[format], _CODE[scale_dtype], zeros is not None, _ACTIVATIONS[weight.activations], integer,
-            N, K, group, block, 0 if order is None else _at(order), address,
+            _FORMATS[format], _CODE[scale_dtype], zeros is not None, _ACTIVATIONS[act], integer, N, K, group, block,
+            0 if order is None else _at(order), address,
         )  # fmt: skip
 
     kernels = ops._kernels()
-    width = kernels.vc_panel_width(None)
-    size = kernels.vc_quantized_panel(record(rows, 0)) * -(-rows // width)
-    out = ops._arena.take(size * matrices, torch.uint8)
-    for i in range(matrices):
-        of: tuple[Any, ...] = (slice(i % parts * rows, (i % parts + 1) * rows),)
-        of = of if codes.dim() == 2 else (i // parts, *of)
-        its_codes, its_scales = codes[of], scales[of]
-        its_zeros = 0 if zeros is None else _at(zeros[of])
+    size = kernels.vc_quantized_panel(record(rows, 0)) * -(-rows // kernels.vc_panel_width(None))
+    out = ops._arena.take(size * len(matrices), torch.uint8)
+    its_scales = scales.view(len(matrices), rows, -1)
+    its_zeros = None if zeros is None else zeros.view(len(matrices), rows, -1)
+    for i, matrix in enumerate(matrices):
         kernels.vc_pack_quantized(
             record(rows, 0)
             + _i8(
-                _at(its_codes), its_codes.stride(0), _at(its_scales), its_zeros, _at(out) + i * size, *fp8, _threads()
+                _at(matrix), matrix.stride(0), _at(its_scales[i]), 0 if its_zeros is None else _at(its_zeros[i]),
+                _at(out) + i * size, fp8_group, _CODE[scales.dtype], _threads(),
             )
-        )
+        )  # fmt: skip
     held = {field.name: getattr(weight, field.name) for field in dataclasses.fields(QuantizedWeight)}
-    held |= {
-        "codes": out if codes.dim() == 2 else out.view(weight.E, -1),
-        "scales": None,
-        "zeros": None,
-        "input_order": order,
-    }
-    return PanelWeight(**held | {"kind": "panels", "record": record(weight.N, _at(out))})
+    held |= {"codes": out if codes.dim() == 2 else out.view(weight.E, -1), "scales": None, "zeros": None}
+    return PanelWeight(**held | {"input_order": order, "kind": "panels", "record": record(weight.N, _at(out))})
 
 
 def _panels(weight: QuantizedWeight) -> PanelWeight:

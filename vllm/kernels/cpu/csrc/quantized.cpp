@@ -208,7 +208,9 @@ __attribute__((noinline)) void dot_columns(const Quantized& q, const uint8_t* pa
   int64_t b = 0;
   for (int64_t g = 0; g < groups; g++) {
     const uint8_t* record = w;
-    vf part[ROWS][COLUMNS] = {};
+    vf scale[COLUMNS];
+    for (int j = 0; j < COLUMNS; j++)
+      scale[j] = load_scales(q, record + j / 2 * distance, j % 2) * splat(F::UNIT);
     w += head;
     for (int64_t i = 0; i < of_group; i++, b++) {
       vi total[ROWS][COLUMNS];
@@ -251,18 +253,11 @@ __attribute__((noinline)) void dot_columns(const Quantized& q, const uint8_t* pa
       for (int r = 0; r < ROWS; r++) {
         IntegerRow row(x + r * ldx, blocks);
         for (int j = 0; j < COLUMNS; j++) {
-          part[r][j] = fma(__builtin_convertvector(total[r][j], vf), splat(row.scale[b]), part[r][j]);
-          if (zeros) {
-            vf zero = load_zeros<F>(q, record + j / 2 * distance, j % 2);
-            part[r][j] = fma(zero, splat(row.minus_sum[b]), part[r][j]);
-          }
+          vf sum = __builtin_convertvector(total[r][j], vf) * splat(row.scale[b]);
+          if (zeros) sum = fma(load_zeros<F>(q, record + j / 2 * distance, j % 2), splat(row.minus_sum[b]), sum);
+          acc[r][j] = fma(sum, scale[j], acc[r][j]);
         }
       }
-    }
-    for (int j = 0; j < COLUMNS; j++) {
-      vf scale = load_scales(q, record + j / 2 * distance, j % 2) * splat(F::UNIT);
-#pragma GCC unroll 8
-      for (int r = 0; r < ROWS; r++) acc[r][j] = fma(part[r][j], scale, acc[r][j]);
     }
   }
 #pragma GCC unroll 8

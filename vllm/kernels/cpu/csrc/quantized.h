@@ -45,7 +45,7 @@ struct IntegerRow {
   static int64_t bytes(const Quantized& q) { return q.blocks() * 12 + q.padded(); }
 };
 
-constexpr int DOT_ROWS = VL == 16 ? 6 : 3;  // most rows of a tile of integer products
+constexpr int DOT_ROWS = VL == 16 ? 8 : 4;  // most rows of a tile of integer products
 constexpr int MOST_PANELS = 4;              // of a tile
 // Panels of such a tile: one row of long codes is read from several places at a time, which memory does faster.
 constexpr int dot_panels(int rows, int step_bytes) { return rows == 1 && step_bytes == 4 * NR ? MOST_PANELS : 1; }
