@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU kernels for quantised weights against fp64 products with the matrix that the weight means.
 
-Where a kernel rounds inputs (and e4m3 codes) to int8, each by at most half a step of its block's grid, what that moves a
-result by at most is computed from the inputs, and added to float32's summation.
+Where a kernel rounds inputs (and e4m3 codes) to int8, each by at most half a step of its block's grid, what that
+moves a result by at most is computed from the inputs, and added to float32's summation.
 """
 
 from __future__ import annotations

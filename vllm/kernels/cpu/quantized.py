@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: PT018
-"""Products with weights that stay quantised, by the C++ kernels; contracts are those of ``kernels.ops``; what is said of
-rows in ``kernels.cpu.ops`` holds.
+"""Products with weights that stay quantised, by the C++ kernels, with the contracts of ``kernels.ops``; what
+``kernels.cpu.ops`` says of rows holds.
 
 Where inputs have 16 bits, or the weight rounds them to int8, codes meet inputs rounded to int8 in blocks of 16 to 64
 columns (``csrc/quantized.h``); fp8 codes have become int8 themselves then, with a scale for 32 columns, so an embedding
