@@ -6,8 +6,8 @@ namespace {
 
 constexpr int64_t AHEAD = 2048;  // bytes ahead of the codes in use, over the panels in use
 
-// What a format has: STEPS, how many products of codes and int8 a half of a 32-bit lane can sum up, 0 for codes of 8 bits;
-// OFFSET, the operand that stands for 0; UNIT, the value of 1; operands(), the bytes to multiply of NR rows.
+// What a format has: STEPS, how many products of codes and int8 a half of a 32-bit lane can sum up, 0 for codes of 8
+// bits; OFFSET, the operand that stands for 0; UNIT, the value of 1; operands(), the bytes to multiply of NR rows.
 
 template <bool TABLE> struct Nibbles {
   static constexpr int BYTES = 2 * NR, STEPS = TABLE ? 4 : 8, OFFSET = TABLE ? 12 : 8;
@@ -18,7 +18,8 @@ template <bool TABLE> struct Nibbles {
 #if defined(__AVX512F__) && defined(__AVX512BW__)
     return (vu)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), (__m512i)nibbles);
 #elif defined(__AVX2__) && defined(__FMA__)
-    return (vu)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table)), (__m256i)nibbles);
+    __m256i twice = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
+    return (vu)_mm256_shuffle_epi8(twice, (__m256i)nibbles);
 #else
     for (int i = 0; i < VL * 4; i++) ((uint8_t*)&nibbles)[i] = table[((uint8_t*)&nibbles)[i]];
     return nibbles;
@@ -148,8 +149,8 @@ __attribute__((noinline)) void wide_row(const Quantized& q, const uint8_t* panel
   }
 }
 
-// Sums of four products in each 32-bit lane: unsigned codes below 64 times int8, added in 16-bit halves where the machine
-// has no instruction for it; sum_halves() then makes 32-bit sums of them.
+// Sums of four products in each 32-bit lane: unsigned codes below 64 times int8, added in 16-bit halves where the
+// machine has no instruction for it; sum_halves() then makes 32-bit sums of them.
 #if (defined(__AVX512VNNI__) && defined(__AVX512BW__)) || (defined(__AVXVNNI__) && !defined(__AVX512BW__))
 #define HAS_DOT 1
 INLINE vi dot_unsigned(vi sum, vu w, vi x) {
@@ -197,7 +198,8 @@ constexpr int SIGNED_OFFSET = 128;
 template <class F> constexpr int offset_of(bool zeros) { return F::STEPS ? (zeros ? 0 : F::OFFSET) : SIGNED_OFFSET; }
 
 template <class F, int ROWS, int PANELS>
-__attribute__((noinline)) void dot_columns(const Quantized& q, const uint8_t* panel, const char* x, int64_t ldx, float* c) {
+__attribute__((noinline)) void dot_columns(const Quantized& q, const uint8_t* panel, const char* x, int64_t ldx,
+                                           float* c) {
   const int64_t blocks = q.blocks(), groups = q.groups(), of_group = q.group / q.block, head = q.head_bytes();
   const int64_t distance = q.panel();
   const int steps = (int)(q.block / 4);
@@ -287,8 +289,8 @@ INLINE float magnitude(const float* x, int64_t n) {
   return result;
 }
 
-// A plain matrix: codes of a row `row` bytes after those of the row before; scales and zeros [N][groups], contiguous. With
-// `fp8_group` fp8 codes, whose scales are of that many columns, become int8 with scales of q's groups.
+// A plain matrix: codes of a row `row` bytes after those of the row before; scales and zeros [N][groups], contiguous.
+// With `fp8_group` fp8 codes, whose scales are of that many columns, become int8 with scales of q's groups.
 struct PackArgs {
   Quantized q;
   const uint8_t* codes;
@@ -305,8 +307,9 @@ float scale_at(const void* scales, int64_t dtype, int64_t i) {
   return scale;
 }
 
-// `n` values of e4m3, times their scales, as int8 with one scale (a bfloat16); 0xff.. where one is not finite.
-void fp8_to_int8(const PackArgs& a, const uint8_t* codes, int64_t n, int64_t k0, int64_t first_scale, int8_t* out, bf16* to) {
+// `n` values of e4m3, times their scales, as int8 with one scale, a bfloat16: NaN where one of them is not finite.
+void fp8_to_int8(const PackArgs& a, const uint8_t* codes, int64_t n, int64_t k0, int64_t first_scale, int8_t* out,
+                 bf16* to) {
   float value[32] = {}, most = 0;
   for (int64_t i = 0; i < n; i++) {
     int c = codes[i], exponent = c >> 3 & 15, mantissa = exponent ? c & 7 | 8 : c & 7;
@@ -315,12 +318,12 @@ void fp8_to_int8(const PackArgs& a, const uint8_t* codes, int64_t n, int64_t k0,
     most = std::fabs(value[i]) <= most ? most : std::fabs(value[i]) < INF ? std::fabs(value[i]) : NAN;
     if (most != most) break;
   }
-  float scale = most / 127.0f * 1.00390625f;  // no less than that after its rounding
+  float scale = most / 127.0f * 1.0078125f;  // no less than that after its rounding
   uint32_t bits = load_bits<uint32_t>(&scale);
   *to = bf16{(uint16_t)(bits >> 16)};
   if (most != most) to->bits = 0xffff;
   scale = to_float(*to);
-  for (int64_t i = 0; i < n; i++) out[i] = scale > 0 ? (int8_t)std::nearbyint(std::min(std::max(value[i] / scale, -127.0f), 127.0f)) : 0;
+  for (int64_t i = 0; i < n; i++) out[i] = scale > 1.2e-38f ? (int8_t)std::nearbyint(value[i] / scale) : 0;
 }
 
 // One panel, whose first row of the weight is n0. Rows past N get scale 0.

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Products with weights that stay quantised.
 //
-// A matrix lies in panels of NR rows of the weight. A panel is one record for each group of columns: the scales of the
-// NR rows, their zeros if there are any, and the codes. Codes come in steps of four columns, so that a 32-bit lane holds
-// (the places of) the four codes of one row.
+// A matrix lies in panels of NR rows of the weight. A panel is one record for each group of columns: the scales of
+// the NR rows, their zeros if there are any, and the codes. Codes come in steps of four columns, so that a 32-bit lane
+// holds (the places of) the four codes of one row.
 //
 // Two ways to multiply, chosen when the weight is packed, so that a row meets the same arithmetic in every batch:
 // - wide: codes become floats in the cache, the register tile of gemm.h multiplies. Exact to float32's roundings.
-// - integer: each input row is rounded to int8 in blocks of 16 to 64 columns (or as a whole where the weight wants that),
+// - integer: each input row is rounded to int8 in blocks of 16 to 64 columns (as a whole where the weight wants that),
 //   the products of a block are summed exactly, and blocks are added up in float32, in rising order.
 #pragma once
 
