@@ -185,6 +185,19 @@ def test_no_nan_becomes_a_number(bits):
             assert got[[0, 2]].isfinite().all()
 
 
+@pytest.mark.parametrize("act", [None, "int8"])
+@pytest.mark.parametrize(
+    ("format", "code"),
+    [("int4", 0xFF), ("int4", 0), ("int8", 0x80), ("int8", 0x7F), ("mxfp4", 0x77), ("mxfp4", 0xFF), ("fp8", 0x7E)],
+)
+def test_the_largest_sums_fit(format, code, act):
+    """All codes and all inputs at the end of their grids, where a sum in too few bits wraps."""
+    weight = weight_of(format, 130, 512, 256, torch.bfloat16, act=act)
+    weight.codes.fill_(code)
+    for x in (torch.ones(5, 512).bfloat16(), -torch.ones(5, 512).bfloat16()):
+        check(operators.linear(x, pack(weight), out=torch.empty(5, 130)), *expected(x, weight))
+
+
 @pytest.mark.parametrize("size", [1e-38, 1e-20, 1e20])
 def test_small_and_large_inputs(size):
     x = (torch.randn(4, 128) * size).bfloat16()
