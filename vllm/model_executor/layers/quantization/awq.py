@@ -7,9 +7,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -25,7 +22,6 @@ from vllm.model_executor.layers.quantization.base import (
     take,
     without_plain_zeros,
 )
-from vllm.model_executor.layers.quantization.gptq import GPTQConfig
 from vllm.model_executor.model_loader.weight_utils import StoredTensor
 
 _NIBBLE_OF_COLUMN = [0, 4, 1, 5, 2, 6, 3, 7]
@@ -58,18 +54,3 @@ def awq_matrix(name: str, codes: StoredTensor, zeros: StoredTensor, scales: Stor
         )
 
     return joined(codes, name, (N, K), "int4", group_size, read)
-
-
-class AWQConfig(GPTQConfig):
-    method = "awq"
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        bits = config.get("bits", config.get("w_bit", 4))
-        super().__init__(
-            {**config, "bits": bits, "group_size": config.get("group_size", config.get("q_group_size", 128))}
-        )
-        version = str(config.get("version") or "gemm").lower()
-        if version != "gemm" or bits != 4:
-            raise ValueError(
-                f"awq with version={version!r} and {bits} bits is not supported; version 'gemm' in 4 bits is"
-            )

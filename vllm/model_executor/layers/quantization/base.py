@@ -41,6 +41,10 @@ class QuantizationConfig(ABC):
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = dict(config)
 
+    @classmethod
+    def get_name(cls) -> str:
+        return cls.method
+
     def __repr__(self) -> str:
         """The same on all ranks of one checkpoint, which compare it."""
         return f"{self.method} {json.dumps(self.config, sort_keys=True, default=str)}"
@@ -177,12 +181,6 @@ def nibbles(packed: Tensor) -> Tensor:
 def without_plain_zeros(zeros: Tensor | None, format: str) -> Tensor | None:
     """None where all are what the format implies."""
     return None if zeros is None or bool((zeros == FORMATS[format].zero).all()) else zeros
-
-
-def multiplies_fp8() -> bool:
-    """Whether the default device multiplies FP8 by FP8."""
-    device = torch.get_default_device()
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def quantised_while_read(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vllm.kernels.quantized import QuantizedWeight
 from vllm.logger import log_once
+from vllm.model_executor.layers.quantization.awq import awq_matrix
 from vllm.model_executor.layers.quantization.base import (
     QuantizationConfig,
     Rows,
@@ -107,8 +108,6 @@ class GPTQConfig(QuantizationConfig):
                     logging.WARNING,
                     "the config says gptq, but matrices are packed as awq does: they are read so",
                 )
-            from vllm.model_executor.layers.quantization.awq import awq_matrix
-
             return awq_matrix(name, codes, part(found, "qzeros", name), scales)
         if self.method == "awq":
             log_once(
@@ -126,7 +125,6 @@ class GPTQConfig(QuantizationConfig):
             raise ValueError(
                 f"{codes.name} {list(codes.shape)} holds {K} columns in {words * 32 / K:g} bits; 4 and 8 are supported"
             )
-        expect(codes, (words, N))
         expect(scales, (groups, N))
         expect(zeros, (groups, N * bits // 32))
         said = self.form[1]
@@ -160,3 +158,18 @@ class GPTQConfig(QuantizationConfig):
             return bool((raw(order) != torch.arange(K, device="cpu") // group_size).any())
 
         return joined(codes, name, (N, K), format, group_size, read, bool if order is None else ordered)
+
+
+class AWQConfig(GPTQConfig):
+    method = "awq"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        bits = config.get("bits", config.get("w_bit", 4))
+        super().__init__(
+            {**config, "bits": bits, "group_size": config.get("group_size", config.get("q_group_size", 128))}
+        )
+        version = str(config.get("version") or "gemm").lower()
+        if version != "gemm" or bits != 4:
+            raise ValueError(
+                f"awq with version={version!r} and {bits} bits is not supported; version 'gemm' in 4 bits is"
+            )
