@@ -49,13 +49,13 @@ print(json.dumps(memory("VmHWM") - before))
 
 def test_peak_is_at_most_one_file_above_the_weights(tmp_path):
     generator = torch.Generator().manual_seed(0)
+    words = torch.randint(-(2**31), 2**31 - 1, (K // 8, INNER), generator=generator, dtype=torch.int32)
     for shard in range(4):
         tensors = {}
         for layer in range(shard, LAYERS, 4):
             for name in (f"{layer}.gate", f"{layer}.up"):
-                words = torch.randint(-(2**31), 2**31, (K // 8, INNER), generator=generator, dtype=torch.int64)
-                tensors[f"{name}.qweight"] = words.int()
-                tensors[f"{name}.qzeros"] = words[: K // GROUP, : INNER // 8].int().contiguous()
+                tensors[f"{name}.qweight"] = words.clone()
+                tensors[f"{name}.qzeros"] = words[: K // GROUP, : INNER // 8].clone()
                 tensors[f"{name}.scales"] = torch.rand(K // GROUP, INNER, generator=generator).add(0.1).half()
         save_file(tensors, tmp_path / f"model-{shard}.safetensors")
     sizes = [file.stat().st_size for file in tmp_path.iterdir()]

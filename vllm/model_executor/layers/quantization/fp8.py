@@ -46,7 +46,7 @@ def fp8_matrix(
     activations = "fp8" if rounds_inputs and not in_blocks and multiplies_fp8(torch.get_default_device()) else None
 
     def read(dtype: torch.dtype, rows: Rows) -> QuantizedWeight:
-        of_blocks = raw(scales).float().reshape(-1, -(-K // group_size)).clone()
+        of_blocks = raw(scales).float().reshape(-1, -(-K // group_size))
         of_rows = of_blocks[take(torch.arange(N, device="cpu"), rows) // rows_each]
         bits = raw(codes, rows).view(torch.uint8)
         return checked_scales(
