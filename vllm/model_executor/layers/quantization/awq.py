@@ -20,7 +20,7 @@ from vllm.model_executor.layers.quantization.base import (
     own,
     raw,
     take,
-    without_plain_zeros,
+    unless_implied,
 )
 from vllm.model_executor.model_loader.weight_utils import StoredTensor
 
@@ -33,7 +33,9 @@ def unpacked(words: Tensor) -> Tensor:
     return nibbles(words.view(torch.uint8)).view(M, -1, 8)[..., _NIBBLE_OF_COLUMN].view(M, -1)
 
 
-def awq_matrix(name: str, codes: StoredTensor, zeros: StoredTensor, scales: StoredTensor) -> StoredTensor:
+def awq_matrix(
+    name: str, codes: StoredTensor, zeros: StoredTensor, scales: StoredTensor, symmetric: bool
+) -> StoredTensor:
     K, (groups, N) = codes.shape[0], scales.shape
     if K % 2 or not 0 < groups <= K or K % groups:
         raise ValueError(f"{codes.name} {list(codes.shape)} does not fit {scales.name} {list(scales.shape)}")
@@ -43,7 +45,7 @@ def awq_matrix(name: str, codes: StoredTensor, zeros: StoredTensor, scales: Stor
 
     def read(dtype: torch.dtype, rows: Rows) -> QuantizedWeight:
         of_rows = take(own(scales).T, rows).contiguous()
-        z = without_plain_zeros(take(unpacked(raw(zeros)).T, rows).contiguous(), "int4")
+        z = unless_implied(name, take(unpacked(raw(zeros)).T, rows).contiguous(), "int4", symmetric)
         pairs = unpacked(raw(codes)).view(K // 2, 2, N)
         held = take((pairs[:, 0] | pairs[:, 1] << 4).T, rows).contiguous()
         return checked_scales(

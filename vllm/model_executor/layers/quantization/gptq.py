@@ -30,7 +30,7 @@ from vllm.model_executor.layers.quantization.base import (
     part,
     raw,
     take,
-    without_plain_zeros,
+    unless_implied,
 )
 from vllm.model_executor.model_loader.weight_utils import StoredTensor
 from vllm.model_executor.parameter import WeightSpec
@@ -79,6 +79,7 @@ class GPTQConfig(QuantizationConfig):
                 f"checkpoint_format={layout!r} is laid out for one kernel and not supported; gptq and gptq_v2 are"
             )
         self.bits, self.zeros_less_one = bits, layout == "gptq"
+        self.symmetric = bool(config.get("sym", False)) or config.get("zero_point") is False
         self.form = (f"int{bits}", group_size if group_size > 0 else 1 << 62)
 
     def adapt(self, stored: Sequence[StoredTensor], specs: Sequence[WeightSpec]) -> list[StoredTensor]:
@@ -108,7 +109,7 @@ class GPTQConfig(QuantizationConfig):
                     logging.WARNING,
                     "the config says gptq, but matrices are packed as awq does: they are read so",
                 )
-            return awq_matrix(name, codes, part(found, "qzeros", name), scales)
+            return awq_matrix(name, codes, part(found, "qzeros", name), scales, self.symmetric)
         if self.method == "awq":
             log_once(
                 logger, logging.WARNING, "the config says awq, but matrices are packed as gptq does: they are read so"
@@ -136,7 +137,7 @@ class GPTQConfig(QuantizationConfig):
             words = raw(zeros)
             z = (words + _WORD_OF_ONES[bits] if self.zeros_less_one else words.clone()).view(torch.uint8)
             z = take((nibbles(z) if bits == 4 else z ^ 0x80).T, rows).contiguous()
-            of_groups = without_plain_zeros(z if bits == 4 else z.view(torch.int8), format)
+            of_groups = unless_implied(name, z if bits == 4 else z.view(torch.int8), format, self.symmetric)
             g_idx = None if order is None else own(order)
             held = raw(codes).view(torch.uint8).view(-1, N, 4).transpose(0, 1)
             held = take(held, rows).flatten(1)
