@@ -19,17 +19,16 @@ pytestmark = pytest.mark.slow
 
 # format → the most that perplexity may grow over the float model's
 GROWTH = {
-    "fp8-block": 1.02,
-    "ct-fp8-rows": 1.02,
-    "ct-int8": 1.01,
-    "ct-w8a8": 1.05,
-    "gptq": 1.25,
-    "awq": 1.25,
-    "ct-int4": 1.25,
-    "ct-int4-sym": 1.35,
-    "ct-mxfp4": 1.6,
-    "fp8": 1.02,
-    "int8": 1.01,
+    "fp8-block": 1.06,
+    "ct-fp8-rows": 1.06,
+    "ct-int8": 1.02,
+    "ct-w8a8": 1.08,
+    "gptq": 1.3,
+    "awq": 1.3,
+    "ct-int4-sym": 1.6,
+    "ct-mxfp4": 1.9,
+    "fp8": 1.06,
+    "int8": 1.04,
 }
 
 
@@ -90,5 +89,6 @@ def test_smollm2(tmp_path, monkeypatch, source, token_ids, float_perplexity, for
         got = ours(tmp_path / "quantised", token_ids)
         expected = theirs(tmp_path / "float", token_ids, rounded=format == "ct-w8a8")
     print(f"{format}: {got:.3f}, dequantised {expected:.3f}, float {float_perplexity:.3f}")
-    assert got == pytest.approx(expected, rel=2e-3)
+    # Where inputs are rounded too, those between two steps go either way.
+    assert got == pytest.approx(expected, rel=1e-2 if format == "ct-w8a8" else 1e-3)
     assert got <= GROWTH[format] * float_perplexity
