@@ -79,6 +79,7 @@ def float_perplexity(source, token_ids) -> float:
 def test_smollm2(tmp_path, monkeypatch, source, token_ids, float_perplexity, format):
     monkeypatch.setattr(quantised, "GROUP", 32)
     monkeypatch.setattr(quantised, "BLOCK", (128, 128))
+    monkeypatch.setitem(quantised.FORMATS["fp8-block"][1], "weight_block_size", [128, 128])
     monkeypatch.setitem(quantised.GPTQ, "group_size", 32)
     monkeypatch.setitem(quantised.INT4, "group_size", 32)
     if format in ("fp8", "int8"):
