@@ -91,7 +91,6 @@ vllm.model_executor: SamplingMetadata
 vllm.model_executor.layers.fused_moe: MoERunner RoutedExperts UnquantizedFusedMoEMethod fused_experts
 vllm.model_executor.layers.logits_processor: LogitsProcessor
 vllm.model_executor.layers.pooler: Pooler
-vllm.model_executor.layers.quantization: QuantizationConfig get_quantization_config
 vllm.model_executor.model_loader.utils: process_weights_after_loading set_default_torch_dtype
 vllm.model_executor.model_loader.reload: finalize_layerwise_reload initialize_layerwise_reload
 vllm.model_executor.model_loader.weight_utils: default_weight_loader

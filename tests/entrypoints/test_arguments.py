@@ -204,7 +204,6 @@ def test_compilation_config(tiny_llama: Path, given, expected):
         {"compilation_config": 3},
         {"compilation_config": {"backend": "inductor"}},
         {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}},
-        {"quantization": "fp8"},
         {"kv_cache_dtype": "fp8"},
         {"distributed_executor_backend": "ray"},
         {"async_scheduling": True},
@@ -233,7 +232,9 @@ def test_multimodal_checkpoint_gives_its_text_model(tmp_path: Path):
 def test_quantised_checkpoint(tiny_llama: Path, tmp_path: Path):
     config = json.loads((tiny_llama / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "awq"}}))
-    with pytest.raises(NotImplementedError, match="awq"):
+    assert EngineArgs(str(tmp_path)).create_engine_config().model_config.quantization == "awq"
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "hqq"}}))
+    with pytest.raises(ValueError, match=r"'hqq' is not supported"):
         EngineArgs(str(tmp_path)).create_engine_config()
 
 

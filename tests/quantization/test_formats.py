@@ -93,13 +93,20 @@ def test_zero_points_of_zero_in_gptqs_first_format(tmp_path):
 
 
 def test_symmetric_zeros_are_not_held(tmp_path):
+    """By the config, which all ranks have, and not by what a rank's experts happen to hold."""
     for format in ("gptq-sym", "auto-round", "ct-int4-sym"):
         pack, config = quantised.FORMATS[format]
         assert stored(tmp_path, pack(weights())[0], config).codes.read(torch.float32, None).zeros is None
+    tensors, _ = quantised.gptq(weights(), symmetric=True)
+    assert stored(tmp_path, tensors, {**quantised.GPTQ, "sym": False}).codes.read(torch.float32, None).zeros is not None
+    for format in ("gptq", "awq"):
+        pack, config = quantised.FORMATS[format]
+        with pytest.raises(ValueError, match=r"x\.weight: the config says sym=true, but \d+ of 384 .*\"sym\": false"):
+            stored(tmp_path, pack(weights())[0], {**config, "sym": True}).read(torch.float32)
 
 
 def test_a_packing_that_the_config_has_wrong_is_read_as_it_is(tmp_path):
-    for packed, said in (("awq", "gptq"), ("gptq", "awq"), ("awq", "auto-round")):
+    for packed, said in (("awq", "gptq"), ("gptq", "awq"), ("gptq", "auto-round-awq")):
         tensors, meant = quantised.FORMATS[packed][0](weights())
         assert torch.equal(stored(tmp_path, tensors, quantised.FORMATS[said][1]).read(torch.float32), meant)
 

@@ -271,6 +271,10 @@ def pack_quantized_weight(weight: QuantizedWeight) -> QuantizedWeight:
     return weight
 
 
+def multiplies_fp8(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def quantize(weight_NK: Tensor, format: str, group_size: int, dtype: torch.dtype) -> QuantizedWeight:
     """The matrix in ``format``, symmetric, each group of columns of a row by the largest magnitude in it."""
     N, K = weight_NK.shape

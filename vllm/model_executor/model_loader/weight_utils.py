@@ -362,19 +362,22 @@ def match_specs(
 
 
 def _unlike(wanted: dict[str, WeightSpec], stored: Sequence[StoredTensor]) -> list[str]:
-    found: dict[tuple[int, str], StoredTensor] = {}
-    formats: dict[int, str | None] = {}
-    faults = []
+    """Those whose ``alike`` are mostly stored in another format, and those of a layer whose first ones are."""
+    layers: dict[int, dict[str, list[tuple[str, str, str]]]] = {}
     for tensor in stored:
-        spec = wanted.get(tensor.name)
-        if spec is None or spec.alike is None:
-            continue
-        first = found.setdefault((id(spec.owner), spec.alike), tensor)
-        ours, theirs = ((t.codes.format, t.codes.group_size) if t.codes else None for t in (tensor, first))
-        of_all = formats.setdefault(id(spec.owner), ours and ours[0])
-        if ours != theirs or of_all != (ours and ours[0]):
-            what, other = (f"{x[0]} in groups of {x[1]}" if x else "float" for x in (ours, theirs))
-            faults.append(f"{tensor.name} is {what}, {first.name} {other}, others {of_all or 'float'}")
+        spec, codes = wanted.get(tensor.name), tensor.codes
+        if spec is not None and spec.alike is not None:
+            format, groups = (codes.format, f" in groups of {codes.group_size}") if codes else ("float", "")
+            layers.setdefault(id(spec.owner), {}).setdefault(spec.alike, []).append((tensor.name, format, groups))
+    faults = []
+    for kinds in layers.values():
+        usual = {
+            alike: Counter(tensor[1:] for tensor in tensors).most_common(1)[0][0] for alike, tensors in kinds.items()
+        }
+        first = next(iter(usual.values()))
+        for alike, tensors in kinds.items():
+            right = usual[alike] if usual[alike][0] == first[0] else first
+            faults += [f"{t[0]} is {t[1]}{t[2]}, others are {right[0]}{right[1]}" for t in tensors if t[1:] != right]
     return faults
 
 

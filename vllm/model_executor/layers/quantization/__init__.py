@@ -25,7 +25,7 @@ _METHODS = {
     "fbgemm_fp8": ("fp8", "Fp8Config"),
     "compressed-tensors": ("compressed_tensors", "CompressedTensorsConfig"),
     "gptq": ("gptq", "GPTQConfig"),
-    "awq": ("awq", "AWQConfig"),
+    "awq": ("gptq", "AWQConfig"),
     "auto-round": ("auto_round", "AutoRoundConfig"),
     "mxfp4": ("mxfp4", "Mxfp4Config"),
 }
@@ -65,8 +65,6 @@ def declared_quantization(hf_config: Any, folder: Path) -> dict[str, Any] | None
             declared: Any = getattr(config, key, None)
             if hasattr(declared, "to_dict"):
                 declared = declared.to_dict()
-            if declared is not None and not isinstance(declared, Mapping):
-                raise ValueError(f"{key}={declared!r} in the config of {folder} is no mapping; repair config.json")
             if declared:
                 method = declared.get("quant_method") or ("compressed-tensors" if "config_groups" in declared else None)
                 return {**declared, "quant_method": method}

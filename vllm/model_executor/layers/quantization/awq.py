@@ -7,9 +7,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -23,9 +20,8 @@ from vllm.model_executor.layers.quantization.base import (
     own,
     raw,
     take,
-    without_plain_zeros,
+    unless_implied,
 )
-from vllm.model_executor.layers.quantization.gptq import GPTQConfig
 from vllm.model_executor.model_loader.weight_utils import StoredTensor
 
 _NIBBLE_OF_COLUMN = [0, 4, 1, 5, 2, 6, 3, 7]
@@ -37,7 +33,9 @@ def unpacked(words: Tensor) -> Tensor:
     return nibbles(words.view(torch.uint8)).view(M, -1, 8)[..., _NIBBLE_OF_COLUMN].view(M, -1)
 
 
-def awq_matrix(name: str, codes: StoredTensor, zeros: StoredTensor, scales: StoredTensor) -> StoredTensor:
+def awq_matrix(
+    name: str, codes: StoredTensor, zeros: StoredTensor, scales: StoredTensor, symmetric: bool
+) -> StoredTensor:
     K, (groups, N) = codes.shape[0], scales.shape
     if K % 2 or not 0 < groups <= K or K % groups:
         raise ValueError(f"{codes.name} {list(codes.shape)} does not fit {scales.name} {list(scales.shape)}")
@@ -47,7 +45,7 @@ def awq_matrix(name: str, codes: StoredTensor, zeros: StoredTensor, scales: Stor
 
     def read(dtype: torch.dtype, rows: Rows) -> QuantizedWeight:
         of_rows = take(own(scales).T, rows).contiguous()
-        z = without_plain_zeros(take(unpacked(raw(zeros)).T, rows).contiguous(), "int4")
+        z = unless_implied(name, take(unpacked(raw(zeros)).T, rows).contiguous(), "int4", symmetric)
         pairs = unpacked(raw(codes)).view(K // 2, 2, N)
         held = take((pairs[:, 0] | pairs[:, 1] << 4).T, rows).contiguous()
         return checked_scales(
@@ -58,18 +56,3 @@ def awq_matrix(name: str, codes: StoredTensor, zeros: StoredTensor, scales: Stor
         )
 
     return joined(codes, name, (N, K), "int4", group_size, read)
-
-
-class AWQConfig(GPTQConfig):
-    method = "awq"
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        bits = config.get("bits", config.get("w_bit", 4))
-        super().__init__(
-            {**config, "bits": bits, "group_size": config.get("group_size", config.get("q_group_size", 128))}
-        )
-        version = str(config.get("version") or "gemm").lower()
-        if version != "gemm" or bits != 4:
-            raise ValueError(
-                f"awq with version={version!r} and {bits} bits is not supported; version 'gemm' in 4 bits is"
-            )

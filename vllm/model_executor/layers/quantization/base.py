@@ -41,6 +41,10 @@ class QuantizationConfig(ABC):
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = dict(config)
 
+    @classmethod
+    def get_name(cls) -> str:
+        return cls.method
+
     def __repr__(self) -> str:
         """The same on all ranks of one checkpoint, which compare it."""
         return f"{self.method} {json.dumps(self.config, sort_keys=True, default=str)}"
@@ -174,15 +178,20 @@ def nibbles(packed: Tensor) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
-def without_plain_zeros(zeros: Tensor | None, format: str) -> Tensor | None:
-    """None where all are what the format implies."""
-    return None if zeros is None or bool((zeros == FORMATS[format].zero).all()) else zeros
+def unless_implied(name: str, zeros: Tensor, format: str, symmetric: bool) -> Tensor | None:
+    """None where the config says ``symmetric``: by what all ranks know, as they exchange experts.
 
-
-def multiplies_fp8() -> bool:
-    """Whether the default device multiplies FP8 by FP8."""
-    device = torch.get_default_device()
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    Raises:
+        ValueError: it says so, but ``zeros`` are others than the format implies.
+    """
+    if not symmetric:
+        return zeros
+    if other := int((zeros != FORMATS[format].zero).sum()):
+        raise ValueError(
+            f"{name}.weight: the config says sym=true, but {other} of {zeros.numel()} zero points are others than the "
+            'middle; put "sym": false into the quantization_config of config.json'
+        )
+    return None
 
 
 def quantised_while_read(

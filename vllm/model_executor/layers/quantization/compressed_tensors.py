@@ -32,7 +32,6 @@ from vllm.model_executor.layers.quantization.base import (
     part,
     raw,
     take,
-    without_plain_zeros,
 )
 from vllm.model_executor.layers.quantization.fp8 import fp8_matrix
 from vllm.model_executor.layers.quantization.gptq import in_order_of_groups
@@ -190,7 +189,7 @@ class CompressedTensorsConfig(QuantizationConfig):
                     dtype,
                     held,
                     s,
-                    without_plain_zeros(z, format),
+                    z,
                     rounds,
                     input_order,
                 ),

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from vllm.kernels.quantized import QuantizedWeight
+from vllm.kernels.quantized import QuantizedWeight, multiplies_fp8
 from vllm.model_executor.layers.quantization.base import (
     FP8,
     QuantizationConfig,
@@ -23,7 +23,6 @@ from vllm.model_executor.layers.quantization.base import (
     checked_scales,
     expect,
     joined,
-    multiplies_fp8,
     part,
     raw,
     take,
@@ -44,10 +43,10 @@ def fp8_matrix(
             (), (1,), (1, 1), (N,), (N, 1),
         )  # fmt: skip
     rows_each, group_size = block if in_blocks and block is not None else (N // math.prod(scales.shape), K)
-    activations = "fp8" if rounds_inputs and not in_blocks and multiplies_fp8() else None
+    activations = "fp8" if rounds_inputs and not in_blocks and multiplies_fp8(torch.get_default_device()) else None
 
     def read(dtype: torch.dtype, rows: Rows) -> QuantizedWeight:
-        of_blocks = raw(scales).float().reshape(-1, -(-K // group_size)).clone()
+        of_blocks = raw(scales).float().reshape(-1, -(-K // group_size))
         of_rows = of_blocks[take(torch.arange(N, device="cpu"), rows) // rows_each]
         bits = raw(codes, rows).view(torch.uint8)
         return checked_scales(

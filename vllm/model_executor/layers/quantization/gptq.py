@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vllm.kernels.quantized import QuantizedWeight
 from vllm.logger import log_once
+from vllm.model_executor.layers.quantization.awq import awq_matrix
 from vllm.model_executor.layers.quantization.base import (
     QuantizationConfig,
     Rows,
@@ -29,7 +30,7 @@ from vllm.model_executor.layers.quantization.base import (
     part,
     raw,
     take,
-    without_plain_zeros,
+    unless_implied,
 )
 from vllm.model_executor.model_loader.weight_utils import StoredTensor
 from vllm.model_executor.parameter import WeightSpec
@@ -78,6 +79,7 @@ class GPTQConfig(QuantizationConfig):
                 f"checkpoint_format={layout!r} is laid out for one kernel and not supported; gptq and gptq_v2 are"
             )
         self.bits, self.zeros_less_one = bits, layout == "gptq"
+        self.symmetric = bool(config.get("sym", False)) or config.get("zero_point") is False
         self.form = (f"int{bits}", group_size if group_size > 0 else 1 << 62)
 
     def adapt(self, stored: Sequence[StoredTensor], specs: Sequence[WeightSpec]) -> list[StoredTensor]:
@@ -107,9 +109,7 @@ class GPTQConfig(QuantizationConfig):
                     logging.WARNING,
                     "the config says gptq, but matrices are packed as awq does: they are read so",
                 )
-            from vllm.model_executor.layers.quantization.awq import awq_matrix
-
-            return awq_matrix(name, codes, part(found, "qzeros", name), scales)
+            return awq_matrix(name, codes, part(found, "qzeros", name), scales, self.symmetric)
         if self.method == "awq":
             log_once(
                 logger, logging.WARNING, "the config says awq, but matrices are packed as gptq does: they are read so"
@@ -126,7 +126,6 @@ class GPTQConfig(QuantizationConfig):
             raise ValueError(
                 f"{codes.name} {list(codes.shape)} holds {K} columns in {words * 32 / K:g} bits; 4 and 8 are supported"
             )
-        expect(codes, (words, N))
         expect(scales, (groups, N))
         expect(zeros, (groups, N * bits // 32))
         said = self.form[1]
@@ -138,7 +137,7 @@ class GPTQConfig(QuantizationConfig):
             words = raw(zeros)
             z = (words + _WORD_OF_ONES[bits] if self.zeros_less_one else words.clone()).view(torch.uint8)
             z = take((nibbles(z) if bits == 4 else z ^ 0x80).T, rows).contiguous()
-            of_groups = without_plain_zeros(z if bits == 4 else z.view(torch.int8), format)
+            of_groups = unless_implied(name, z if bits == 4 else z.view(torch.int8), format, self.symmetric)
             g_idx = None if order is None else own(order)
             held = raw(codes).view(torch.uint8).view(-1, N, 4).transpose(0, 1)
             held = take(held, rows).flatten(1)
@@ -160,3 +159,18 @@ class GPTQConfig(QuantizationConfig):
             return bool((raw(order) != torch.arange(K, device="cpu") // group_size).any())
 
         return joined(codes, name, (N, K), format, group_size, read, bool if order is None else ordered)
+
+
+class AWQConfig(GPTQConfig):
+    method = "awq"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        bits = config.get("bits", config.get("w_bit", 4))
+        super().__init__(
+            {**config, "bits": bits, "group_size": config.get("group_size", config.get("q_group_size", 128))}
+        )
+        version = str(config.get("version") or "gemm").lower()
+        if version != "gemm" or bits != 4:
+            raise ValueError(
+                f"awq with version={version!r} and {bits} bits is not supported; version 'gemm' in 4 bits is"
+            )

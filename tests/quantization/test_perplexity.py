@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SmolLM2 quantised to each format: its perplexity on real text is that of the matrices it means, and near its own."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_quantised as quantised
+import torch
+from transformers import AutoModelForCausalLM
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "examples" / "offline_inference"))
+
+pytestmark = pytest.mark.slow
+
+# format → the most that perplexity may grow over the float model's
+GROWTH = {
+    "fp8-block": 1.06,
+    "ct-fp8-rows": 1.06,
+    "ct-int8": 1.02,
+    "ct-w8a8": 1.08,
+    "gptq": 1.3,
+    "awq": 1.3,
+    "ct-int4-sym": 1.6,
+    "ct-mxfp4": 1.9,
+    "fp8": 1.06,
+    "int8": 1.04,
+}
+
+
+@pytest.fixture(scope="module")
+def source() -> Path:
+    from smollm2 import ensure_checkpoint
+
+    return ensure_checkpoint("dense")
+
+
+@pytest.fixture(scope="module")
+def token_ids(source) -> list[int]:
+    from vllm.tokenizers import get_tokenizer
+
+    return get_tokenizer(str(source)).encode((ROOT / "README.md").read_text())[:700]
+
+
+def perplexity(logprobs: list[float]) -> float:
+    return math.exp(-sum(logprobs) / len(logprobs))
+
+
+def theirs(folder: Path, ids: list[int], rounded: bool = False) -> float:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for name, module in model.named_modules():
+        if rounded and isinstance(module, torch.nn.Linear) and "lm_head" not in name:
+            module.register_forward_pre_hook(quantised._round_rows)
+    with torch.inference_mode():
+        logits = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    return perplexity(logits.gather(1, torch.tensor(ids[1:])[:, None]).flatten().tolist())
+
+
+def ours(folder: Path, ids: list[int], **kwargs) -> float:
+    from vllm import SamplingParams
+
+    llm = quantised.make_llm("", model=str(folder), max_model_len=1024, max_num_batched_tokens=1024, **kwargs)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    (output,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+    llm.shutdown()
+    return perplexity([entry[i].logprob for i, entry in zip(ids[1:], output.prompt_logprobs[1:], strict=True)])
+
+
+@pytest.fixture(scope="module")
+def float_perplexity(source, token_ids) -> float:
+    return theirs(source, token_ids)
+
+
+@pytest.mark.parametrize("format", list(GROWTH))
+def test_smollm2(tmp_path, monkeypatch, source, token_ids, float_perplexity, format):
+    monkeypatch.setattr(quantised, "GROUP", 32)
+    monkeypatch.setattr(quantised, "BLOCK", (128, 128))
+    monkeypatch.setitem(quantised.FORMATS["fp8-block"][1], "weight_block_size", [128, 128])
+    monkeypatch.setitem(quantised.GPTQ, "group_size", 32)
+    monkeypatch.setitem(quantised.INT4, "group_size", 32)
+    if format in ("fp8", "int8"):
+        got = ours(source, token_ids, quantization=format)
+        expected = got
+    else:
+        quantised.write(source, tmp_path / "quantised", format, twin=tmp_path / "float")
+        got = ours(tmp_path / "quantised", token_ids)
+        expected = theirs(tmp_path / "float", token_ids, rounded=format == "ct-w8a8")
+    print(f"{format}: {got:.3f}, dequantised {expected:.3f}, float {float_perplexity:.3f}")
+    # Where inputs are rounded too, those between two steps go either way.
+    assert got == pytest.approx(expected, rel=1e-2 if format == "ct-w8a8" else 1e-3)
+    assert got <= GROWTH[format] * float_perplexity
