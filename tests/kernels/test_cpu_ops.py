@@ -284,8 +284,10 @@ def test_reshape_and_cache_writes_its_slots_only(dtype, block_size, threads):
 class Paged:
     """Requests over a paged cache whose unwritten slots, and whose rows of q and out beside the heads, are NaN."""
 
-    def __init__(self, lens, queries, H, J, D, block_size, dtype, pad_rows=0, seed=0):
+    def __init__(self, lens, queries, H, J, D, block_size, dtype, pad_rows=0, seed=0, sinks=False, cap=0.0):
         g = torch.Generator().manual_seed(seed)
+        # from one that takes all to one that takes nothing
+        self.sinks, self.cap = torch.linspace(6, -9, H).to(dtype) if sinks else None, cap
         R = len(lens)
         per_request = [-(-length // block_size) for length in lens]
         blocks = 1 + sum(per_request)
@@ -317,7 +319,8 @@ class Paged:
         out = out[: len(q)]
         start = torch.tensor([0, *(queries[r] for r in requests)]).cumsum(0).int()
         lens = torch.tensor([self.lens[r] for r in requests], dtype=torch.int32)
-        attention(q, self.key_cache, self.value_cache, self.table[requests], start, lens, self.scale, out, window)
+        caches, options = (self.key_cache, self.value_cache), (window, None, self.sinks, self.cap)
+        attention(q, *caches, self.table[requests], start, lens, self.scale, out, *options)
         assert out[len(rows) :].eq(0).all()
         return out[: len(rows)]
 
@@ -330,7 +333,12 @@ class Paged:
             k, v = (x[r].double().repeat_interleave(q.shape[1] // self.J, dim=1) for x in (self.k, self.v))
             position, key = torch.arange(length - n, length)[:, None], torch.arange(length)[None]
             seen = (key <= position) & ((key > position - window) if window else True)
-            p = (torch.einsum("qhd,khd->hqk", q, k) * self.scale).masked_fill(~seen, -torch.inf).softmax(-1)
+            scores = torch.einsum("qhd,khd->hqk", q, k) * self.scale
+            scores = self.cap * torch.tanh(scores / self.cap) if self.cap else scores
+            scores = scores.masked_fill(~seen, -torch.inf)
+            if self.sinks is not None:
+                scores = torch.cat((scores, self.sinks.double()[:, None, None].expand(-1, n, 1)), dim=-1)
+            p = scores.softmax(-1)[..., :length]
             outs.append(torch.einsum("hqk,khd->qhd", p, v))
             magnitudes.append(torch.einsum("hqk,khd->qhd", p, v.abs()))
         return torch.cat(outs), torch.cat(magnitudes)
@@ -350,10 +358,13 @@ class Paged:
     ),
     pad_rows=st.sampled_from([0, 1, 5]),
     seed=st.integers(0, 1000),
+    sinks=st.booleans(),
+    cap=st.sampled_from([0.0, 0.0, 0.5, 30.0]),
 )
-def test_paged_attention_against_fp64(dtype, heads, D, block_size, window, requests, pad_rows, seed):
+def test_paged_attention_against_fp64(dtype, heads, D, block_size, window, requests, pad_rows, seed, sinks, cap):
     lens = [context + queries for context, queries in requests]
-    case = Paged(lens, [queries for _, queries in requests], *heads, D, block_size, dtype, pad_rows, seed)
+    queries = [queries for _, queries in requests]
+    case = Paged(lens, queries, *heads, D, block_size, dtype, pad_rows, seed, sinks, cap)
     want, magnitude = case.want(window)
     # a relative error of SUM in a score is one of (score * SUM) in its weight; scores here are below 8
     assert_close(case.run(window), want, 8 * magnitude)
@@ -362,9 +373,10 @@ def test_paged_attention_against_fp64(dtype, heads, D, block_size, window, reque
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_paged_attention_over_splits(dtype):
-    case = Paged([1500, 513, 1024], [1, 3, 1], 6, 2, 64, 16, dtype)
-    want, magnitude = case.want()
-    assert_close(case.run(), want, 8 * magnitude)
+    for more in ({}, {"sinks": True, "cap": 4.0}):
+        case = Paged([1500, 513, 1024], [1, 3, 1], 6, 2, 64, 16, dtype, **more)
+        want, magnitude = case.want()
+        assert_close(case.run(), want, 8 * magnitude)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -638,8 +650,14 @@ def put(tensor: Tensor, place, bits: int) -> None:
 @pytest.mark.parametrize("attention", [ops.paged_attention, reference.paged_attention])
 def test_paged_attention_shows_every_nan(attention, dtype, bits):
     """In q or k: all of the row's output; in v: that column. For prefill, decode, a window, and beyond one split."""
-    for lens, queries, window in (([40, 90], [40, 1], 0), ([1300], [1], 0), ([1300], [1], 700), ([20], [20], 8)):
-        make = functools.partial(Paged, lens, queries, 4, 2, 32, 16, dtype)
+    for lens, queries, window, more in (
+        ([40, 90], [40, 1], 0, {}),
+        ([1300], [1], 0, {}),
+        ([1300], [1], 700, {}),
+        ([20], [20], 8, {}),
+        ([20], [20], 0, {"sinks": True, "cap": 5.0}),
+    ):
+        make = functools.partial(Paged, lens, queries, 4, 2, 32, 16, dtype, **more)
         r, position = len(lens) - 1, lens[-1] - 5
         case = make()
         clean = case.run(window, attention=attention)

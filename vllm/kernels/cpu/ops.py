@@ -52,7 +52,7 @@ def _at(tensor: Tensor) -> int:
 # one by one would cost ctypes more than most calls compute.
 _i7, _i8, _i12 = struct.Struct("7q").pack, struct.Struct("8q").pack, struct.Struct("12q").pack
 _i16, _i19, _i21 = (struct.Struct(f"{n}q").pack for n in (16, 19, 21))
-_i15_f, _i30_f = struct.Struct("15qd").pack, struct.Struct("30qd").pack
+_i15_f, _i31_ff = struct.Struct("15qd").pack, struct.Struct("31qdd").pack
 _FUNCTIONS = (
     "vc_panel_width",
     "vc_matrix_unit",
@@ -385,8 +385,6 @@ def paged_attention(
     seq_lens_cpu: Tensor | None = None,
 ) -> None:
     kernels = _kernels()
-    if sinks is not None or soft_cap:
-        raise NotImplementedError(f"the C++ kernel has neither sinks ({sinks is not None}) nor a soft cap ({soft_cap})")
     R = query_start_loc.shape[0] - 1 if num_reqs is None else num_reqs
     T, H, D = shape = q_THD.shape
     (blocks, J, block_size, _), DV, dtype = key_cache.shape, value_cache.shape[3], q_THD.dtype
@@ -407,11 +405,16 @@ def paged_attention(
     assert table_rows >= R and query_start_loc.shape[0] > R and seq_lens.shape[0] >= R, (
         f"{R} requests, tables for {table_rows}, {query_start_loc.shape[0] - 1}, {seq_lens.shape[0]}"
     )
+    of_sinks = 0
+    if sinks is not None:
+        sinks = sinks.float().contiguous()
+        assert sinks.shape == (H,), f"sinks are {sinks.shape}, needed {(H,)}"
+        of_sinks = _at(sinks)
     bad = kernels.vc_paged_attention(
-        _i30_f(
+        _i31_ff(
             _CODE[dtype], _at(q_THD), q0, q1, _at(key_cache), kc0, kc1, kc2, _at(value_cache), vc0, vc1, vc2,
             _at(block_table), table0, _at(query_start_loc), _at(seq_lens), R, T, H, J, D, DV, blocks, block_size,
-            table_blocks, sliding_window, _at(out_THD), o0, o1, _threads(), scale,
+            table_blocks, sliding_window, _at(out_THD), o0, o1, of_sinks, _threads(), scale, soft_cap,
         )
     )  # fmt: skip
     assert not bad, (

@@ -32,8 +32,10 @@ struct Args {
   const int32_t *start, *lens;
   int64_t requests, tokens, heads, kv_heads, D, DV, blocks, block_size, table_blocks, window;
   void* out;
-  int64_t out0, out1, threads;
-  double scale;
+  int64_t out0, out1;
+  const float* sinks;  // a head's logit of a column without a value, or null
+  int64_t threads;
+  double scale, cap;
 };
 
 // Some queries of a request with some of its KV heads. Rows: KV head, query, head of the group.
@@ -208,6 +210,16 @@ INLINE Keys in_block(Keys k, int64_t base) {
   return {k.lo > base ? k.lo - base : 0, k.hi - base < KB ? k.hi - base : KB};
 }
 
+// cap * tanh(x / cap) of n scores.
+INLINE void cap_scores(float* x, int64_t n, float cap) {
+  for (int64_t j = 0; j < n; j += VL) {
+    vf y = load(x + j) * (1 / cap), y2 = y * y;
+    vf near = y * (1.0f - y2 * (1 / 3.0f - y2 * (2 / 15.0f)));
+    vf far = 1.0f - 2.0f / (exp(y + y) + 1.0f);
+    store(x + j, cap * (y2 < splat(0.01f) ? near : far));
+  }
+}
+
 // Scores of a row -> weights of its keys [lo, hi) relative to the new maximum, others 0; updates the row's state.
 INLINE void softmax_row(float* x, Keys keys, float* m, float* l, float* o, int64_t Dp) {
   const int end = (int)((keys.hi + VL - 1) / VL * VL);
@@ -271,7 +283,10 @@ void run_split(const Args& a, const Task& t, int64_t split, const Keys* keys, co
           tile(rows, panels - i < group ? panels - i : group, Kp, q + r0 * Kp, Kp, kt + i * Kp * NR, Kp * NR,
                p + r0 * KB + i * NR, KB, false);
         for (int64_t r = r0; r < r0 + rows; r++)
-          if (Keys k = in_block(keys[r], base); k.lo < k.hi) softmax_row(p + r * KB, k, m + r, l + r, o + r * Dp, Dp);
+          if (Keys k = in_block(keys[r], base); k.lo < k.hi) {
+            if (a.cap != 0) cap_scores(p + r * KB, (k.hi + VL - 1) / VL * VL, (float)a.cap);
+            softmax_row(p + r * KB, k, m + r, l + r, o + r * Dp, Dp);
+          }
       });
       if (!cached) load_values(a.DV, Dp, head * a.vc1, now.v, next.v, block);
       for_tiles(t.per_head, [&](int64_t r0, int rows) {
@@ -323,6 +338,11 @@ template <class T> void write_rows(const Args& a, const Task& t, State s, int64_
     T* to = (T*)a.out + row * a.out0 + head * a.out1;
     const float* o = s.o + r * Dp;
     float scale = 1.0f / s.l[r];
+    if (a.sinks) {
+      float m = s.m[r], sink = a.sinks[head], top = sink > m ? sink : m;
+      float kept = exp(splat(m - top))[0];
+      scale = kept / (s.l[r] * kept + exp(splat(sink - top))[0]);
+    }
     for (int64_t d = 0; d < a.DV; d += VL) {
       if (a.DV - d >= VL) store(to + d, load(o + d) * scale);
       else store_part(to + d, load(o + d) * scale, (int)(a.DV - d));
