@@ -169,3 +169,22 @@ def generate(llm: Any, prompts: list[tuple[int, ...]], num_tokens: int, **sampli
 
 def tokens(outputs: list[Any]) -> list[tuple[int, ...]]:
     return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+
+def check_greedy(name: str, lengths: tuple[int, ...], num_tokens: int, ragged: bool, tolerance: float) -> None:
+    """Our tokens are transformers', and the log-probabilities of two at each place, within ``tolerance``. ``ragged``:
+    prompts in chunks of their own lengths, in padded steps; else whole prompts."""
+    chunks = {"max_num_batched_tokens": 24, "compilation_config": {"cudagraph_capture_sizes": [4, 16, 24]}}
+    prompts = [prompt(length) for length in lengths]
+    llm = make_llm(name, **({**chunks, "max_num_seqs": 4} if ragged else {}))
+    outputs = generate(llm, prompts, num_tokens, logprobs=2)
+    llm.llm_engine.scheduler.check_integrity()
+    llm.shutdown()
+    assert tokens(outputs) == [greedy(name, ids, num_tokens) for ids in prompts]
+    for ids, output in zip(prompts, outputs, strict=True):
+        completion = output.outputs[0]
+        expected = logprobs(name, ids + tuple(completion.token_ids))[len(ids) - 1 : -1]
+        for step, given in enumerate(completion.logprobs):
+            for token_id, logprob in given.items():
+                error = abs(logprob.logprob - float(expected[step, token_id]))
+                assert error <= tolerance, f"{name}, prompt of {len(ids)}, place {step}, token {token_id}: {error}"

@@ -84,6 +84,8 @@ def test_quantised_weights_by_hand(
     code, text = said(capsys, "--fit", str(tmp_path), *layout, "--quantization", quantization)
     assert code == 0, text
     weights = float(text.splitlines()[3].split()[2])
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert f"| {weights:.2f} |" in readme, "the README has the table of what fits four cards"
     experts = 40 * 64 * 3 * 2048 * 512 * bits / 8 / GiB
     others = 17.30 - 40 * 64 * 3 * 2048 * 512 * 2 / GiB  # at 16 bits, and at the fewest
     assert experts + others / 4 < weights < experts + others + 0.1

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import poison
 import pytest
@@ -25,29 +24,10 @@ LENGTHS = (1, 17, 64, 30, 150, 25)
 NUM_TOKENS = 24
 
 
-@pytest.fixture(params=[poison.CANONICAL, 0xFFFFFFFF], ids=hex)
-def pattern(request: pytest.FixtureRequest) -> Any:
-    poison.start(request.param)
-    yield request.param
-    poison.stop()
-
-
 @pytest.mark.parametrize("name", tiny_experts.NAMES)
 def test_greedy_tokens_and_logprobs(name: str, pattern: int) -> None:
-    """Whole prompts under the one pattern; ragged chunks in padded steps under the other."""
-    ragged = {"max_num_batched_tokens": 24, "compilation_config": {"cudagraph_capture_sizes": [4, 16, 24]}}
-    prompts = [tiny.prompt(length) for length in LENGTHS]
-    llm = tiny.make_llm(name, **({} if pattern == poison.CANONICAL else {**ragged, "max_num_seqs": 4}))
-    outputs = tiny.generate(llm, prompts, NUM_TOKENS, logprobs=2)
-    llm.llm_engine.scheduler.check_integrity()
-    llm.shutdown()
-    assert tiny.tokens(outputs) == [tiny.greedy(name, prompt, NUM_TOKENS) for prompt in prompts]
-    for prompt, output in zip(prompts, outputs, strict=True):
-        completion = output.outputs[0]
-        expected = tiny.logprobs(name, prompt + tuple(completion.token_ids))[len(prompt) - 1 : -1]
-        for step, given in enumerate(completion.logprobs):
-            for token_id, logprob in given.items():
-                assert logprob.logprob == pytest.approx(float(expected[step, token_id]), abs=1e-4)
+    """Whole prompts under the one pattern of NaN; ragged chunks in padded steps under the other."""
+    tiny.check_greedy(name, LENGTHS, NUM_TOKENS, pattern != poison.CANONICAL, 1e-4)
 
 
 def as_mxfp4(folder: Path, to: Path) -> None:
