@@ -104,7 +104,8 @@ DIFFERENT: dict[str, Any] = {
     "enable_expert_parallel": True, "distributed_executor_backend": "external_launcher", "max_num_batched_tokens": 32,
     "max_num_seqs": 3, "enable_chunked_prefill": False, "async_scheduling": True, "cudagraph_mode": 1,
     "cudagraph_capture_sizes": (8,), "hf_config": "rms_norm_eps", "model": "another", "tokenizer": "org/other",
-    "generation_config": {"eos_token_id": [5]}, "VLLM_ATTENTION_BACKEND": "TORCH_PAGED",
+    "generation_config": {"eos_token_id": [5]}, "VLLM_ATTENTION_BACKEND": "TORCH_PAGED", "eplb_step_interval": 5,
+    "quantization": "fp8", "quant_config": "another",
     "VLLM_KERNELS": "rms_norm=reference",
 }  # fmt: skip
 SHOWN = {
@@ -145,7 +146,7 @@ def started_differently(folder: str, other_folder: str) -> dict[str, str]:
                     os.environ[name] = value
                     table.choose.cache_clear()
                 else:
-                    value = other_folder if value == "another" else value
+                    value = other_folder if name == "model" else value
                     patch.setitem(vars(fields[name]), name, value)
             try:
                 check_same_on_all_ranks(get_world_group(), settings_of(config, generation))
