@@ -14,9 +14,11 @@ from vllm.kernels import checks, table, weights
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("nan_memory")]
 
 OPERATORS = {name: operator for name, (operator, _) in CASES.items()}
-# By a result's size: a few roundings of bfloat16; sums of fp32, where devices may take shortcuts.
+# By a result's size: a few roundings of bfloat16; sums of fp32, where devices may take shortcuts. Quantised weights may
+# meet 16-bit inputs on coarser grids, up to 2 ** -6 of a row's largest result, which is some three times its usual one.
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 5e-4}
 LOOSE = {"gated_delta_net": 2.5, "fused_experts": 2.5, "quantized_experts": 2.5, "paged_attention": 3.0}
+LOOSE["quantized_linear"] = 2.5
 DTYPES = (torch.bfloat16, torch.float32)
 
 

@@ -15,7 +15,7 @@ import tiny_models as tiny
 import torch
 from device_cases import CASES, Place
 
-from vllm.kernels import table, weights
+from vllm.kernels import checks, table, weights
 
 pytestmark = pytest.mark.device
 
@@ -96,6 +96,8 @@ def test_an_operator_does_not_wait(name: str, device: str) -> None:
     args = build(
         Place(suite.sizes(), device, torch.bfloat16, module if hasattr(module, "pack_linear_weight") else weights)
     )
+    with torch.device(device):
+        args = checks.in_order_of(module, args)
     function = getattr(module, operator)
     function(*args)  # compiles
     if suite.chosen(operator) == "reference" and operator not in ("linear", "embedding"):

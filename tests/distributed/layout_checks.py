@@ -47,10 +47,16 @@ def rank_llm(folder: str, tp: int, dp: int, ep: bool = True, **kwargs: Any) -> A
 
 
 def run_loads(
-    folder: str, tp: int, dp: int, ep: bool, loads: list[str], max_delay_s: float, options: dict[str, Any]
+    folder: str,
+    tp: int,
+    dp: int,
+    ep: bool,
+    loads: list[str],
+    max_delay_s: float,
+    options: dict[str, Any] | None = None,
 ) -> dict[str, list[tuple[int, ...]]]:
     """On a rank: the loads one after the other on one engine; token ids by load."""
-    llm = rank_llm(folder, tp, dp, ep, **options)
+    llm = rank_llm(folder, tp, dp, ep, **(options or {}))
     result = {}
     with rank_checks.observed(max_delay_s):
         for load in loads:
@@ -84,7 +90,7 @@ def check(
         ep,
         loads,
         max_delay_s,
-        options or {},
+        options,
         env={"VLLM_POLICIES": policies, **(env or {})},
         poison=True,
         deadline_s=180,

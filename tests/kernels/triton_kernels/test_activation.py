@@ -28,8 +28,15 @@ def check(T: int, D: int, dtype: torch.dtype, in_x: bool, device: Any, name: str
     x = wide_rows(x_cpu, device)
     out = x[:, :D] if in_x else nan_rows(T, D, dtype, device)
     assert getattr(operators, name)(x, out) is out
-    want = getattr(reference, name)(x_cpu.double())
-    assert_close(out[1:], want[1:], 4 * want[1:].abs())
+    # Both are x times a sigmoid: of x, or of a polynomial that is rounded four times. Far below 0 the sigmoid is an
+    # exponential, which multiplies the relative error of its argument by the argument; 1 + tanh has no digits left
+    # there, in fp64 either.
+    gate, up = x_cpu[1:].double().chunk(2, dim=-1)
+    argument = gate if name == "silu_and_mul" else 1.5957691216057308 * (gate + 0.044715 * gate**3)
+    want = gate * argument.sigmoid() * up
+    assert_close(out[1:], want, (4 + argument.clamp(max=0).abs() / 4) * want.abs())
+    twins = getattr(reference, name)(x_cpu[1:].double())
+    torch.testing.assert_close(twins, want, rtol=1e-13, atol=1e-13)
     assert not out[0].isfinite().any()
     assert torch.equal(x[1:, D:].cpu(), x_cpu[1:, D:])
     assert around(x)

@@ -328,12 +328,12 @@ def test_what_is_out_of_range_is_left_to_the_twin(monkeypatch, log):
 
 
 @pytest.mark.parametrize("options", [{"sinks": True}, {"soft_cap": 2.0}, {"DV": 8}], ids=str)
-def test_what_the_cpu_kernel_lacks_is_left_to_the_twin(options, monkeypatch, log):
+def test_the_cpu_kernel_has_every_option(options, monkeypatch, log):
     monkeypatch.setenv("VLLM_KERNELS", "paged_attention=cpu")
     monkeypatch.setattr(table, "_refused", set())
     table.choose.cache_clear()
     Case([20, 9], [3, 1], 2, 1, 16, **options).check(ops.paged_attention)
-    assert "reference runs in its place" in log.text
+    assert not log.text
 
 
 @pytest.mark.parametrize("shape", [(32, 8, 128), (8, 8, 64), (16, 1, 256), (128, 1, 512), (4, 2, 96)], ids=str)
