@@ -17,7 +17,7 @@ test: $(INSTALLED) lint
 device:
 	$(PYTHON) -m pytest -m device tests/devices
 
-# Faults of one line, each run against the tests that must see it: two hours on two cores.
+# Faults of one line, each run against the tests that must see it: three hours on two cores.
 mutants: $(INSTALLED)
 	$(BIN)/python tests/mutants.py
 

@@ -5,6 +5,8 @@ Each layer counts, on its device, the tokens that its router gives each expert. 
 the forward of a step that all ranks have agreed on, the counts are summed over the ranks; each rank computes the same
 placement from the same sums, and the experts that change ranks are exchanged. So the collectives are alike on all
 ranks, and no answer changes: an expert is the same matrices wherever it lies.
+
+In such a step, and in no other, the host waits for the device to read the counts.
 """
 
 from __future__ import annotations
