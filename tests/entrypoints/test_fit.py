@@ -75,7 +75,14 @@ def test_the_b60_case_by_hand(tmp_path: Path) -> None:
         assert share.state == state * (config.scheduler_config.max_num_seqs + 1)
 
 
-@pytest.mark.parametrize(("quantization", "bits"), [("fp8", 8), ("int8", 8), ("int4", 4 + 32 / 128)])
+@pytest.mark.parametrize(
+    ("quantization", "bits"),
+    [
+        pytest.param("fp8", 8, marks=pytest.mark.slow),
+        pytest.param("int8", 8, marks=pytest.mark.slow),
+        ("int4", 4 + 32 / 128),
+    ],
+)
 def test_quantised_weights_by_hand(
     quantization: str, bits: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

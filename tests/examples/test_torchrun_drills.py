@@ -46,7 +46,7 @@ def drill() -> Iterator[str]:
         os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("fault", ["dies", "is ended", "raises", "stalls"])
+@pytest.mark.parametrize("fault", ["dies", "is ended", pytest.param("raises", marks=pytest.mark.slow), "stalls"])
 def test_a_failing_rank_ends_the_run(fault: str, drill: str, dense_folder: str) -> None:
     in_shared_memory = set(os.listdir("/dev/shm"))
     options = ["--max-model-len", "64", "--kv-cache-memory-bytes", str(1 << 24)]

@@ -57,7 +57,7 @@ def on_ranks(folder: str) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", ["mixtral", "qwen3.5-moe"])
+@pytest.mark.parametrize("name", ["mixtral", pytest.param("qwen3.5-moe", marks=pytest.mark.slow)])
 def test_tokens_of_tp_2_dp_2_with_experts_over_all(name: str) -> None:
     models = models_of(name)
     env = {"VLLM_KERNELS": "triton", "TRITON_INTERPRET": "1"}
