@@ -8,6 +8,7 @@ import itertools
 from typing import Any
 
 import pytest
+import rank_checks
 import tiny_hybrids as hybrids
 import tiny_models as tiny
 import torch
@@ -18,6 +19,7 @@ from layout_checks import LOADS, check, rank_llm
 
 from vllm.distributed.eplb import balance, describe, first_placement, imbalance
 
+PROMPTS = [tiny.prompt(5, seed=1), tiny.prompt(7, seed=2)]
 EVERY_3 = {"enable_eplb": True, "eplb_config": {"step_interval": 3}}
 
 
@@ -61,14 +63,16 @@ def test_hybrid_with_a_shared_expert_and_more_ranks_than_experts(monkeypatch: py
 
 
 def moved_and_reloaded(folder: str, tp: int, dp: int, other: dict[str, torch.Tensor]) -> Any:
-    """On a rank: the experts of each layer and their load before and after a run; then tokens with other weights."""
+    """On a rank: the experts of each layer before and after a run, and their load; then tokens with other weights,
+    which came before the experts moved, too. The second DP rank has one prompt, and rows of padding."""
     from vllm.model_executor.layers.fused_moe import FusedMoE
 
     llm = rank_llm(folder, tp, dp, **EVERY_3)
     runner = llm.llm_engine.worker.runner
     layers = [m for m in runner.model.modules() if isinstance(m, FusedMoE)]
     first = [layer.local_experts for layer in layers]
-    prompts = [tiny.prompt(5, seed=1), tiny.prompt(7, seed=2)]
+    prompts = PROMPTS[: 2 - rank_checks.own_rank() // tp]
+    llm.collective_rpc("apply_model", args=(lambda model: model.load_weights(other.items()),))
     tiny.generate(llm, prompts, 3)  # steps 0 to 2
     counted = [layer.expert_load.tolist() for layer in layers]
     tiny.generate(llm, prompts, 6)
@@ -85,20 +89,22 @@ def test_loads_count_tokens_alone_and_a_trainer_finds_the_moved_experts() -> Non
 
     name = "qwen3-moe"
     other = load_file(f"{tiny.checkpoint(name, seed=5)}/model.safetensors")
-    by_rank = run_ranks(moved_and_reloaded, 4, tiny.checkpoint(name), 2, 2, other, poison=True)
-    prompts = [tiny.prompt(5, seed=1), tiny.prompt(7, seed=2)]
-    expected = [tiny.greedy(name, prompt, 8, seed=5) for prompt in prompts]
+    by_rank = run_ranks(
+        moved_and_reloaded, 4, tiny.checkpoint(name), 2, 2, other, env={"VLLM_POLICIES": "xpu"}, poison=True
+    )
+    expected = [tiny.greedy(name, prompt, 8, seed=5) for prompt in PROMPTS]
     for layer in range(2):
         before = [experts for rank in by_rank for experts in rank[0][layer]]
         after = [experts for rank in by_rank for experts in rank[1][layer]]
         assert before == list(range(8))
         assert sorted(after) == before
     assert any(first != last for first, last, _, _ in by_rank)
-    for _, _, counted, tokens in by_rank:
-        assert tokens == expected
+    for rank, (_, _, counted, tokens) in enumerate(by_rank):
+        num_prompts = 2 - rank // 2
+        assert tokens == expected[:num_prompts]
         for load in counted:
-            # two prompts of 12 tokens in all, then two steps of two tokens; two experts a token
-            assert sum(load[:-1]) == 2 * (12 + 2 * 2)
+            # the prompts, then two steps of a token each; two experts a token
+            assert sum(load[:-1]) == 2 * (sum(map(len, PROMPTS[:num_prompts])) + 2 * num_prompts)
 
 
 @pytest.mark.parametrize(
