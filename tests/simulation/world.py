@@ -41,6 +41,10 @@ class Agreement(NamedTuple):
     sizes: tuple[int, ...]  # rows by DP rank; empty where none has tokens
     any_unfinished: bool
     all_stopping: bool
+    forward: Call | None = None  # that all are in next
+
+
+IDLE = Vote(0, False, False)
 
 
 def decide(votes: Sequence[Vote]) -> Agreement:
@@ -192,10 +196,10 @@ class Rank:
     def vote(self, commands: Commands) -> list[Message]:
         scheduler = self.scheduler
         self.commands = commands
-        for request in commands.additions:
-            if (reason := scheduler.add(request)) is not None:
-                self.rejected[request.request_id] = reason
-        if commands.aborts:
+        if commands.additions or commands.aborts:
+            for request in commands.additions:
+                if (reason := scheduler.add(request)) is not None:
+                    self.rejected[request.request_id] = reason
             scheduler.abort(commands.aborts)
         if scheduler.waiting or scheduler.running:
             self.tokens = scheduler.schedule()
@@ -203,7 +207,7 @@ class Rank:
                 raise Violation(f"late: {sorted(late)} run on though their abort has come")
             vote = Vote(self.tokens, True, commands.stopping)
         else:
-            self.tokens, vote = 0, Vote(0, False, commands.stopping)
+            self.tokens, vote = 0, Vote(0, False, True) if commands.stopping else IDLE
         self.call = Call(self.dp_group, "agree", self.protocol.step, (), vote)
         return []
 
@@ -217,7 +221,7 @@ class Rank:
             self.agreement = outcome
             if self.should_run(outcome):
                 self.empty = 0
-                self.call = Call("world", "forward", call.step, outcome.sizes)
+                self.call = outcome.forward
                 return []
             self.empty += 1
             if self.empty > self.max_empty:
@@ -228,15 +232,15 @@ class Rank:
         return bool(agreement.sizes)
 
     def end(self) -> list[Message]:
-        agreement, tell = self.agreement, []
+        agreement, protocol, tell = self.agreement, self.protocol, []
         assert agreement is not None
-        outputs = self.scheduler.update() if self.tokens else []
-        if self.protocol.is_leader and (outputs or self.rejected):
-            tell.append(Outputs(self.protocol.step, outputs, self.rejected))
-        if self.rejected:
+        if self.tokens or self.rejected:
+            outputs = self.scheduler.update() if self.tokens else []
+            if protocol.is_leader:
+                tell.append(Outputs(protocol.step, outputs, self.rejected))
             self.rejected = {}
-        tell += self.protocol.agreed(agreement.any_unfinished, agreement.all_stopping)
-        if not self.protocol.running:
+        tell += protocol.agreed(agreement.any_unfinished, agreement.all_stopping)
+        if not protocol.running:
             self.empty = 0
             self.due_aborts.clear()
         return tell
@@ -252,12 +256,13 @@ def complete(calls: Sequence[Call]) -> Any:
     """What comes of a collective that all ranks of its group are in."""
     first = calls[0]
     for call in calls:
-        if call[:3] != first[:3] or (call[3] is not first[3] and call[3] != first[3]):
+        if call is not first and call[:4] != first[:4]:
             raise Violation(f"diverged: ranks of one group are in {first[1:4]} and {call[1:4]}")
     if first.name == "commands":
         return first.brings
     if first.name == "agree":
-        return decide([call[4] for call in calls])
+        agreement = decide([call[4] for call in calls])
+        return agreement._replace(forward=Call("world", "forward", first.step, agreement.sizes))
     return None
 
 
