@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -28,7 +29,7 @@ from vllm.v1.sample.sampler import Sampler, SamplerOutput
 from vllm.v1.sample.state import SamplingState
 from vllm.v1.transfers import HostCopies, to_device
 from vllm.v1.worker.batch_plan import BatchPlan
-from vllm.v1.worker.dp_utils import coordinate_batch_across_dp, pads_to_max
+from vllm.v1.worker.dp_utils import DPAgreement, coordinate_batch_across_dp, pads_to_max
 from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.input_buffers import InputBuffers
 from vllm.v1.worker.step_memory import PROMPT_LOGPROB_ROWS, largest_step_bytes
@@ -51,6 +52,22 @@ class StepInputs:
     logits_rows: torch.Tensor
 
 
+@dataclass
+class StepCounts:
+    """Of all steps so far: rows that this rank ran, those of dummies included, and seconds in the agreement."""
+
+    dummy_steps: int = 0
+    real_rows: int = 0
+    padded_rows: int = 0
+    wait_seconds: float = 0.0
+
+    def record(self, agreement: DPAgreement, seconds: float) -> None:
+        self.dummy_steps += agreement.is_dummy
+        self.real_rows += agreement.num_tokens_unpadded
+        self.padded_rows += agreement.num_tokens_padded
+        self.wait_seconds += seconds
+
+
 class GPUModelRunner:
     """Holds the model, its inputs and its caches on one rank, whatever the device."""
 
@@ -66,7 +83,9 @@ class GPUModelRunner:
         self.step = 0
         self.balancer: ExpertLoadBalancer | None = None
         self.step_buffers = StepBuffers(self.max_num_tokens, self.device)
-        self.any_unfinished_across_dp = False
+        self.any_unfinished_across_dp, self.counts = False, StepCounts()
+        self.stopping = False  # vote to leave
+        self.agreement: DPAgreement | None = None
         model_config, cache, max_num_reqs = vllm_config.model_config, vllm_config.cache_config, scheduler.max_num_seqs
         # DP ranks serve different requests: those without a seed of their own draw differently on each.
         seed = model_config.seed + get_dp_group().rank_in_group
@@ -152,17 +171,19 @@ class GPUModelRunner:
 
     def _agree(self, scheduler_output: SchedulerOutput, has_unfinished: bool) -> BatchPlan:
         """One reduction over the DP ranks decides the step's sizes and whether anyone has work left."""
-        num_tokens = scheduler_output.total_num_scheduled_tokens
+        num_tokens, began = scheduler_output.total_num_scheduled_tokens, time.perf_counter()
         agreement = coordinate_batch_across_dp(
             num_tokens,
             step=self.step,
             has_unfinished=has_unfinished,
             num_tokens_padded=self.vllm_config.compilation_config.padded_size(num_tokens) if num_tokens else 0,
             pad_to_max=self.pad_to_max,
+            stopping=self.stopping,
             work=self._digest_of(scheduler_output) if get_tp_group().world_size > 1 else 0,
         )
         self.step += 1
-        self.any_unfinished_across_dp = agreement.any_unfinished
+        self.agreement, self.any_unfinished_across_dp = agreement, agreement.any_unfinished
+        self.counts.record(agreement, time.perf_counter() - began)
         return BatchPlan.make(agreement, len(scheduler_output.requests))
 
     def _digest_of(self, scheduler_output: SchedulerOutput) -> int:
