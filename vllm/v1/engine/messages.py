@@ -11,7 +11,7 @@ from vllm.v1.outputs import EngineCoreOutput
 
 
 class Message(msgspec.Struct, tag=True, frozen=True):
-    """Each channel carries these with a number that counts from 1, so one that comes twice is known."""
+    """Each channel carries these with a number that counts from 1 without gaps: one that comes twice is known."""
 
 
 class Alive(Message, frozen=True):
@@ -57,6 +57,12 @@ class Outputs(Message, frozen=True):
     outputs: list[EngineCoreOutput]
     rejected: dict[str, str] = {}
     stats: dict[str, float] | None = None
+
+
+class Left(Message, frozen=True):
+    """The last words of a rank that leaves with all others, after step ``step``."""
+
+    step: int
 
 
 class Failed(Message, frozen=True):
