@@ -27,29 +27,18 @@ _LOG_INTERVAL_S = 10.0
 
 @dataclass
 class EngineStats:
-    """What the engine has done. ``context_tokens``: keys and values read, summed over the requests of each step;
-    ``prefix_queries``, ``prefix_hits``: tokens of the requests that started, and those found in the cache."""
+    """What the engine has done. ``context_tokens``: keys and values read, summed over the requests of each step."""
 
     steps: int = 0
     tokens: int = 0
     context_tokens: int = 0
     output_tokens: int = 0
-    prompt_tokens: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    preemptions: int = 0
 
     def record_scheduled(self, output: SchedulerOutput) -> None:
         """Call before the scheduler takes in the step's result."""
         self.steps += 1
         self.tokens += output.total_num_scheduled_tokens
         self.context_tokens += output.total_num_scheduled_tokens + sum(r.num_computed_tokens for r in output.requests)
-        self.preemptions += len(output.preempted_req_ids)
-        for request in output.requests if output.started else ():
-            if request.request_id in output.started:
-                self.prefix_queries += request.num_tokens
-                self.prefix_hits += request.num_computed_tokens
-                self.prompt_tokens += request.num_prompt_tokens if not request.num_preemptions else 0
 
     def since(self, before: EngineStats) -> EngineStats:
         now, then = dataclasses.asdict(self), dataclasses.asdict(before)

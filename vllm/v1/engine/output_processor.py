@@ -234,6 +234,10 @@ class OutputProcessor:
                 aborted += running
         return aborted
 
+    def owner_of(self, sequence_id: str) -> str | None:
+        """The request of an unfinished sequence; None where it has ended."""
+        return self._by_child[sequence_id][0].request_id if sequence_id in self._by_child else None
+
     def get_num_unfinished_requests(self) -> int:
         return len(self._requests)
 

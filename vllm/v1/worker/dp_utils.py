@@ -62,7 +62,7 @@ class DPAgreement:
             idle ranks run a dummy; all 0 where none has, and then nobody runs.
         cudagraph_mode: the minimum over the ranks.
         any_unfinished: whether any rank still holds requests; all stop in the same step.
-        any_stopping, all_stopping: whether any rank, and whether all vote to leave.
+        all_stopping: whether all vote to leave.
     """
 
     num_tokens_unpadded_across_dp: tuple[int, ...]
@@ -71,7 +71,6 @@ class DPAgreement:
     any_unfinished: bool
     step: int
     dp_rank: int
-    any_stopping: bool = False
     all_stopping: bool = False
 
     @property
@@ -143,8 +142,8 @@ def agree(votes: Sequence[DPVote], dp_rank: int, bucket: Callable[[int], int] | 
             padded = (size,) * len(votes)
         elif mode > 0 or votes[0].pad_to_max:
             padded = (max(padded),) * len(votes)
-    unfinished, stopping = (any(vote.has_unfinished for vote in votes), [bool(vote.stopping) for vote in votes])
-    return DPAgreement(unpadded, padded, mode, unfinished, steps[0], dp_rank, any(stopping), all(stopping))
+    unfinished, stopping = any(vote.has_unfinished for vote in votes), all(vote.stopping for vote in votes)
+    return DPAgreement(unpadded, padded, mode, unfinished, steps[0], dp_rank, stopping)
 
 
 def coordinate_batch_across_dp(

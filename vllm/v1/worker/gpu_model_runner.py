@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -52,22 +51,6 @@ class StepInputs:
     logits_rows: torch.Tensor
 
 
-@dataclass
-class StepCounts:
-    """Of all steps so far: rows that this rank ran, those of dummies included, and seconds in the agreement."""
-
-    dummy_steps: int = 0
-    real_rows: int = 0
-    padded_rows: int = 0
-    wait_seconds: float = 0.0
-
-    def record(self, agreement: DPAgreement, seconds: float) -> None:
-        self.dummy_steps += agreement.is_dummy
-        self.real_rows += agreement.num_tokens_unpadded
-        self.padded_rows += agreement.num_tokens_padded
-        self.wait_seconds += seconds
-
-
 class GPUModelRunner:
     """Holds the model, its inputs and its caches on one rank, whatever the device."""
 
@@ -83,7 +66,7 @@ class GPUModelRunner:
         self.step = 0
         self.balancer: ExpertLoadBalancer | None = None
         self.step_buffers = StepBuffers(self.max_num_tokens, self.device)
-        self.any_unfinished_across_dp, self.counts = False, StepCounts()
+        self.any_unfinished_across_dp = False
         self.stopping = False  # vote to leave
         self.agreement: DPAgreement | None = None
         model_config, cache, max_num_reqs = vllm_config.model_config, vllm_config.cache_config, scheduler.max_num_seqs
@@ -171,7 +154,7 @@ class GPUModelRunner:
 
     def _agree(self, scheduler_output: SchedulerOutput, has_unfinished: bool) -> BatchPlan:
         """One reduction over the DP ranks decides the step's sizes and whether anyone has work left."""
-        num_tokens, began = scheduler_output.total_num_scheduled_tokens, time.perf_counter()
+        num_tokens = scheduler_output.total_num_scheduled_tokens
         agreement = coordinate_batch_across_dp(
             num_tokens,
             step=self.step,
@@ -183,7 +166,6 @@ class GPUModelRunner:
         )
         self.step += 1
         self.agreement, self.any_unfinished_across_dp = agreement, agreement.any_unfinished
-        self.counts.record(agreement, time.perf_counter() - began)
         return BatchPlan.make(agreement, len(scheduler_output.requests))
 
     def _digest_of(self, scheduler_output: SchedulerOutput) -> int:
