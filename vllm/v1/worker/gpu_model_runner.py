@@ -135,9 +135,9 @@ class GPUModelRunner:
     def _update_states(self, scheduler_output: SchedulerOutput) -> None:
         """Free the rows of requests that ended or were preempted, give rows to those that start, note new blocks."""
         batch = self.input_batch
-        for request_id in scheduler_output.finished_req_ids | scheduler_output.preempted_req_ids:
-            if request_id in batch.row_of:
-                batch.remove(request_id)
+        gone = (scheduler_output.finished_req_ids | scheduler_output.preempted_req_ids) & batch.row_of.keys()
+        for request_id in sorted(gone, key=batch.row_of.__getitem__):  # a set's order differs between processes
+            batch.remove(request_id)
         started = scheduler_output.started
         for request, block_ids in zip(scheduler_output.requests, scheduler_output.new_block_ids, strict=True):
             if request.request_id in started:
