@@ -13,6 +13,7 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Iterable
 from typing import Any, TypeVar
 
+import uvicorn
 from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.datastructures import Headers, MutableHeaders
@@ -29,10 +30,13 @@ from vllm.entrypoints.openai.errors import APIError, as_api_error
 from vllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
 )
 from vllm.entrypoints.openai.serving import Job, Serving, clean_id, with_errors
 from vllm.entrypoints.openai.serving_chat import ServingChat
 from vllm.entrypoints.openai.serving_completion import ServingCompletion
+from vllm.inputs import check_text
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -76,7 +80,7 @@ class Gate:
 
         self.state.server_load += 1
         try:
-            self._check_key(scope, headers)
+            self._check_key(scope)
             await self.app(scope, receive, send_with_id)
         except ClientLeft:
             pass
@@ -87,14 +91,14 @@ class Gate:
         finally:
             self.state.server_load -= 1
 
-    def _check_key(self, scope: Scope, headers: Headers) -> None:
+    def _check_key(self, scope: Scope) -> None:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if not self._keys or path in OPEN_PATHS:
             return
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        digest = hashlib.sha256(given.strip().encode()).digest()
+        scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        digest = hashlib.sha256(given.strip()).digest()
         matches = [hmac.compare_digest(digest, key) for key in self._keys]
-        if not any(matches) or scheme.lower() != "bearer":
+        if not any(matches) or scheme.lower() != b"bearer":
             raise APIError(401, "give the server's API key as the header 'Authorization: Bearer KEY'")
 
 
@@ -145,6 +149,9 @@ class EventStream(Response):
 async def read_body(raw: Request, kind: type[_Body]) -> _Body:
     """The checked body of a request."""
     args: FrontendArgs = raw.app.state.args
+    media = raw.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if media != "application/json" and not media.endswith("+json"):
+        raise APIError(415, f"the body is {media[:100]!r}; send JSON, with the header 'Content-Type: application/json'")
     limit = args.max_request_body_size
     too_large = APIError(413, f"the body has more than {limit} bytes (--max-request-body-size); send less")
     with contextlib.suppress(ValueError):
@@ -168,8 +175,14 @@ async def read_body(raw: Request, kind: type[_Body]) -> _Body:
 
 def build_app(engine: EngineClient, args: FrontendArgs) -> FastAPI:
     """The application. ``engine`` is started and ended by who made it."""
-    app = FastAPI(title="vLLM", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     serving = Serving(engine, args)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
+        yield
+        serving.shutdown()
+
+    app = FastAPI(version=__version__, docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.state.args, app.state.engine, app.state.serving, app.state.server_load = args, engine, serving, 0
     completion, chat = ServingCompletion(serving), ServingChat(serving)
     created = int(time.time())
@@ -233,7 +246,7 @@ def build_app(engine: EngineClient, args: FrontendArgs) -> FastAPI:
 
     for kind in (HTTPException, APIError):
         app.add_exception_handler(kind, show)
-    app.add_middleware(Gate, keys=args.api_key or _keys_of_environment(), state=app.state)
+    app.add_middleware(Gate, keys=_keys(args), state=app.state)
     app.add_middleware(
         CORSMiddleware,
         allow_origins=args.allowed_origins,
@@ -245,16 +258,62 @@ def build_app(engine: EngineClient, args: FrontendArgs) -> FastAPI:
     return app
 
 
-def _keys_of_environment() -> list[str]:
-    key = os.environ.get("VLLM_API_KEY")
-    return [key] if key else []
+def _keys(args: FrontendArgs) -> list[str]:
+    keys = args.api_key or [key for key in (os.environ.get("VLLM_API_KEY"),) if key]
+    if not all(keys):
+        raise ValueError("api_key has an empty key, which anybody could give; name one or leave it out")
+    return keys
+
+
+def uvicorn_config(app: FastAPI, args: FrontendArgs) -> uvicorn.Config:
+    """How ``app`` is served. h11 reads requests: it bounds their headers."""
+    return uvicorn.Config(
+        app,
+        host=args.host or "0.0.0.0",
+        port=args.port,
+        http="h11",
+        ws="none",
+        lifespan="on",
+        server_header=False,
+        root_path=args.root_path,
+        log_level=args.uvicorn_log_level,
+        access_log=not args.disable_uvicorn_access_log,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
+        ssl_ca_certs=args.ssl_ca_certs,
+        ssl_cert_reqs=args.ssl_cert_reqs,
+        h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
+        timeout_keep_alive=args.timeout_keep_alive,
+    )
 
 
 def _add_tokenize(app: FastAPI, serving: Serving) -> None:
+    def encode(request: TokenizeRequest) -> dict[str, Any]:
+        tokenizer = serving.thread_tokenizer()
+        if request.messages is not None:
+            ids = serving.render(request)["prompt_token_ids"]
+        else:
+            special = request.add_special_tokens is None or request.add_special_tokens
+            ids = list(tokenizer(check_text("prompt", request.prompt or ""), add_special_tokens=special).input_ids)
+        strings = tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
+        length = serving.model_config.max_model_len
+        return {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": strings}
+
+    def decode(request: DetokenizeRequest) -> dict[str, Any]:
+        tokenizer = serving.thread_tokenizer()
+        size = max(len(tokenizer), serving.model_config.vocab_size)
+        if wrong := [token_id for token_id in request.tokens if not 0 <= token_id < size]:
+            raise APIError(400, f"tokens has ids outside the vocabulary of {size}: {wrong[:10]}", "tokens")
+        return {"prompt": tokenizer.decode(request.tokens)}
+
     @app.post("/tokenize")
     async def tokenize(raw: Request) -> Response:
-        raise NotImplementedError("/tokenize")
+        request = await read_body(raw, TokenizeRequest)
+        serving.check_model(request.model)
+        return JSONResponse(await serving.in_thread(encode, request))
 
     @app.post("/detokenize")
     async def detokenize(raw: Request) -> Response:
-        raise NotImplementedError("/detokenize")
+        request = await read_body(raw, DetokenizeRequest)
+        serving.check_model(request.model)
+        return JSONResponse(await serving.in_thread(decode, request))

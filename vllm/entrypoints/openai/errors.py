@@ -23,6 +23,7 @@ _TYPES = {
     405: "MethodNotAllowedError",
     408: "RequestTimeoutError",
     413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
 }

@@ -175,10 +175,10 @@ class CompletionRequest(Sampling):
 class ChatTemplateFields(Body):
     """What makes a prompt of a conversation."""
 
-    messages: Annotated[Dicts, MinLen(1)]
+    messages: Annotated[Dicts, MinLen(1)] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    add_special_tokens: bool | None = False
+    add_special_tokens: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Dicts | None = None
@@ -197,20 +197,25 @@ class ChatCompletionRequest(Sampling, ChatTemplateFields):
     include_reasoning: bool | None = True
 
     @model_validator(mode="after")
-    def _check_logprobs(self) -> Any:
+    def _check_chat(self) -> Any:
+        if self.messages is None:
+            raise APIError(400, "messages: give a list of {'role': ..., 'content': ...}", "messages")
         if self.top_logprobs and not self.logprobs:
             raise APIError(400, "top_logprobs needs logprobs=true", "top_logprobs")
         return self
 
 
-class TokenizeRequest(Body):
-    prompt: str
-    add_special_tokens: bool = True
+class TokenizeRequest(ChatTemplateFields):
+    """A text or a conversation."""
+
+    prompt: str | None = None
     return_token_strs: bool | None = False
 
-
-class TokenizeChatRequest(ChatTemplateFields):
-    return_token_strs: bool | None = False
+    @model_validator(mode="after")
+    def _check_one(self) -> Any:
+        if (self.prompt is None) == (self.messages is None):
+            raise APIError(400, "give either prompt or messages", "prompt")
+        return self
 
 
 class DetokenizeRequest(Body):

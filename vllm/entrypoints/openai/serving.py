@@ -61,10 +61,9 @@ class Serving:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="vllm-prompts")
         self._of_thread = threading.local()
         self._copying = threading.Lock()
-        tokenizer = engine.tokenizer
-        self._template_arguments = (
-            set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"kwargs"} if tokenizer else set()
-        )
+        self.tokenizer = copy.deepcopy(engine.tokenizer)  # the event loop's
+        template_call = getattr(self.tokenizer, "apply_chat_template", lambda **kwargs: None)
+        self._template_arguments = set(inspect.signature(template_call).parameters) - {"kwargs"}
 
     def shutdown(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -81,6 +80,12 @@ class Serving:
             )
         return self._of_thread.processor
 
+    def thread_tokenizer(self) -> Any:
+        tokenizer = self.processor().tokenizer
+        if tokenizer is None:
+            raise ValueError("this needs a tokenizer, and the server was started with --skip-tokenizer-init")
+        return tokenizer
+
     async def in_thread(self, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
         """``function``'s result; what it cannot take is the client's fault."""
         loop = asyncio.get_running_loop()
@@ -91,9 +96,6 @@ class Serving:
 
     def render(self, request: ChatTemplateFields) -> TokensPrompt:
         """The prompt of a conversation; in a thread."""
-        tokenizer = self.processor().tokenizer
-        if tokenizer is None:
-            raise ValueError("a chat needs a tokenizer, and the server was started with --skip-tokenizer-init")
         if request.chat_template is not None and not self.args.trust_request_chat_template:
             raise APIError(
                 400,
@@ -109,8 +111,8 @@ class Serving:
         if request.documents is not None:
             variables["documents"] = request.documents
         return render_chat(
-            request.messages,
-            tokenizer,
+            request.messages or [],
+            self.thread_tokenizer(),
             self.model_config,
             chat_template=request.chat_template or self.chat_template,
             chat_template_content_format=self.args.chat_template_content_format,
@@ -216,9 +218,9 @@ class Serving:
     def token_name(self, token_id: int, logprob: Logprob | None, request: Sampling) -> str:
         """How a token is written in log-probabilities."""
         as_id = request.return_tokens_as_token_ids
-        if (self.args.return_tokens_as_token_ids if as_id is None else as_id) or logprob is None:
+        if (self.args.return_tokens_as_token_ids if as_id is None else as_id) or self.tokenizer is None:
             return f"token_id:{token_id}"
-        return logprob.decoded_token if logprob.decoded_token is not None else f"token_id:{token_id}"
+        return (logprob and logprob.decoded_token) or self.tokenizer.decode([token_id])
 
 
 async def _last(stream: AsyncGenerator[RequestOutput, None]) -> RequestOutput:

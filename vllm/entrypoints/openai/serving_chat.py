@@ -116,14 +116,14 @@ class ServingChat:
                     delta, logprobs = answers[index].delta(completion), self._logprobs(request, completion)
                     end = answers[index].end(completion) if completion.finished() else {}
                     ids = {"token_ids": list(completion.token_ids)} if request.return_token_ids else {}
-                    if delta or end or logprobs or ids:
+                    if delta or end or logprobs or ids or continuous:
                         yield chunk(index, delta, logprobs=logprobs, **end, **ids)
         if options and options.include_usage:
             yield {**head, "choices": [], "usage": usage.json()}
 
     def _echoed(self, request: ChatCompletionRequest) -> str:
         """With ``echo``, the content of the last message, which the answer continues."""
-        last = request.messages[-1]
+        last = (request.messages or [{}])[-1]
         content = last.get("content")
         if not request.echo or last.get("role") != self.serving.args.response_role or not content:
             return ""

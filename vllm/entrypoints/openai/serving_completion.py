@@ -15,6 +15,8 @@ from vllm.entrypoints.openai.serving import Job, Serving, Usage, choice_end, fin
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 
+_SAYS = ("text", "finish_reason", "logprobs", "token_ids")  # a chunk with none of them is left out
+
 
 class ServingCompletion:
     def __init__(self, serving: Serving) -> None:
@@ -28,7 +30,7 @@ class ServingCompletion:
         prompts = request.prompts()
         params = request.sampling_params(
             serving.defaults,
-            max_tokens=max(request.max_tokens, 1) if request.max_tokens == 0 else request.max_tokens,
+            max_tokens=1 if request.max_tokens == 0 else request.max_tokens,
             logprobs=request.logprobs,
             # The log-probabilities of an echoed prompt are those of its tokens.
             **({"prompt_logprobs": request.logprobs} if request.echo and request.prompt_logprobs is None else {}),
@@ -44,24 +46,29 @@ class ServingCompletion:
             self._drop_unasked(request, output)
             usage.add(number, output)
             for completion in output.outputs:
-                choices.append(self._choice(request, job, number, output, completion, "", True))
+                choices.append(self._choice(request, job, number, output, completion, None))
         return {**_head(job), "choices": choices, "usage": usage.json()}
 
     async def chunks(self, request: CompletionRequest, job: Job) -> AsyncGenerator[dict[str, Any], None]:
         usage, head = Usage(job), _head(job)
         options = request.stream_options
         continuous = bool(options and options.continuous_usage_stats)
-        begun: dict[int, str] = {}
+        begun: dict[int, int] = {}  # choice → the characters that were sent of it
+        prompt_rows: dict[int, Any] = {}
         async with contextlib.aclosing(self.serving.outputs(job)) as outputs:
             async for number, output in outputs:
                 self._drop_unasked(request, output)
                 usage.add(number, output)
+                # They come once, and each of n choices begins with them.
+                output.prompt_logprobs = prompt_rows.setdefault(number, output.prompt_logprobs)
                 for completion in output.outputs:
                     index = number * job.params.n + completion.index
-                    before = begun.get(index, "")
-                    choice = self._choice(request, job, number, output, completion, before, index not in begun)
-                    begun[index] = before + choice["text"] if request.logprobs is not None else ""
-                    yield {**head, "choices": [choice], **({"usage": usage.json()} if continuous else {})}
+                    choice = self._choice(request, job, number, output, completion, begun.get(index))
+                    begun[index] = begun.get(index, 0) + len(choice["text"])
+                    if continuous or any(
+                        choice.get(name) for name in ("text", "finish_reason", "logprobs", "token_ids")
+                    ):
+                        yield {**head, "choices": [choice], **({"usage": usage.json()} if continuous else {})}
         if options and options.include_usage:
             yield {**head, "choices": [], "usage": usage.json()}
 
@@ -78,16 +85,16 @@ class ServingCompletion:
         number: int,
         output: RequestOutput,
         completion: CompletionOutput,
-        before: str,
-        first: bool,
+        num_sent: int | None,
     ) -> dict[str, Any]:
-        """``before``: the text that the client has; ``first``: nothing of this choice was sent."""
+        """``num_sent``: characters of this choice that the client has; None: it has nothing of it."""
         text, token_ids, rows = completion.text, list(completion.token_ids), completion.logprobs
         prompt_ids = job.inputs[number].prompt_token_ids
+        first = num_sent is None
         if request.echo and first:
             prompt = output.prompt
             if prompt is None:
-                tokenizer = self.serving.engine.tokenizer
+                tokenizer = self.serving.tokenizer
                 prompt = "" if tokenizer is None else tokenizer.decode(prompt_ids)
             text = prompt + text
         choice: dict[str, Any] = {
@@ -97,21 +104,16 @@ class ServingCompletion:
             **choice_end(completion),
         }
         if request.logprobs is not None:
-            shown: Sequence[Any] = rows or []
-            shown_ids = token_ids
+            shown, shown_ids = list(rows or ()), token_ids
             if request.echo and first:
-                shown, shown_ids = [*self._prompt_rows(output, prompt_ids), *shown], [*prompt_ids, *token_ids]
-            choice["logprobs"] = self._logprobs(request, shown_ids, shown, len(before))
+                shown, shown_ids = [*(output.prompt_logprobs or ()), *shown], [*prompt_ids, *token_ids]
+            choice["logprobs"] = self._logprobs(request, shown_ids, shown, num_sent or 0)
         if not request.stream and request.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs_json(output.prompt_logprobs)
         if request.return_token_ids:
             choice["token_ids"] = token_ids
             choice["prompt_token_ids"] = prompt_ids if first else None
         return choice
-
-    def _prompt_rows(self, output: RequestOutput, prompt_ids: list[int]) -> list[Any]:
-        rows = list(output.prompt_logprobs or ())
-        return rows + [None] * (len(prompt_ids) - len(rows))
 
     def _logprobs(
         self,
