@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.config import ModelConfig, VllmConfig
+from vllm.distributed import get_dp_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import PromptType
 from vllm.logger import init_logger
@@ -23,7 +24,8 @@ from vllm.v1.debug import watchdog
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.executor.abstract import Executor
-from vllm.v1.metrics.reader import Counter, Gauge, Metric
+from vllm.v1.metrics.reader import Metric
+from vllm.v1.metrics.stats import rank_stats
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -172,7 +174,6 @@ class LLMEngine:
         scheduler_output = self.scheduler.schedule()
         if not self.vllm_config.disable_log_stats:
             self.stats.record_scheduled(scheduler_output)
-            self.output_processor.record_scheduled(scheduler_output.started)
         runner_output = self.worker.execute_model(
             scheduler_output, has_unfinished=self.scheduler.has_unfinished_requests()
         )
@@ -181,6 +182,8 @@ class LLMEngine:
         self.scheduler.finish_requests(stopped, RequestStatus.FINISHED_STOPPED)
         if not self.vllm_config.disable_log_stats:
             self.stats.output_tokens += sum(len(output.new_token_ids) for output in outputs)
+            assert self.output_processor.metrics is not None
+            self.output_processor.metrics.record_rank(0, rank_stats(self))
             self._log_stats()
         return processed
 
@@ -236,20 +239,16 @@ class LLMEngine:
 
     def get_metrics(self) -> list[Metric]:
         """See ``LLM.get_metrics``."""
-        if self.vllm_config.disable_log_stats:
+        metrics = self.output_processor.metrics
+        if metrics is None:
             raise ValueError(
                 "nothing is counted with disable_log_stats=True; make the LLM with disable_log_stats=False"
             )
-        pool, labels = self.scheduler.kv_cache_manager.pool, {"model_name": str(self.model_config.served_model_name)}
-        usage = 1 - pool.num_free / max(pool.num_blocks - 1, 1)
-        return [
-            Gauge(name="vllm:num_requests_running", labels=labels, value=len(self.scheduler.running)),
-            Gauge(name="vllm:num_requests_waiting", labels=labels, value=len(self.scheduler.waiting)),
-            Gauge(name="vllm:kv_cache_usage_perc", labels=labels, value=usage),
-            Counter(name="vllm:generation_tokens", labels=labels, value=self.stats.output_tokens),
-            Counter(name="vllm:engine_steps", labels=labels, value=self.stats.steps),
-            Counter(name="vllm:engine_tokens", labels=labels, value=self.stats.tokens),
-        ]
+        metrics.record_rank(0, rank_stats(self))
+        dp_rank = get_dp_group().rank_in_group if self.vllm_config.parallel_config.world_size > 1 else 0
+        config, block_size = self.model_config, self.vllm_config.cache_config.block_size
+        name = str(config.served_model_name)
+        return list(metrics.snapshot(name, [0], config.max_model_len, block_size, labelled=dp_rank))
 
     def shutdown(self) -> None:
         """Leave the other ranks and free the model; requests are refused afterwards. Again it does nothing.
