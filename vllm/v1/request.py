@@ -47,7 +47,8 @@ class Request:
 
     The scheduler's own: the first ``num_cached_blocks`` full blocks were offered to the prefix cache and end the prefix
     ``prefix_id`` (None: this request offers no more); ``max_num_tokens`` is the length, prompt included, at which it
-    ends; ``num_prompt_logprobs`` rows of prompt log-probabilities were given out. The sampler's: ``drawn_seed``, drawn
+    ends; ``num_prompt_logprobs`` rows of prompt log-probabilities were given out; ``queued_ts`` (monotonic seconds) it
+    was queued, and waited ``queued_seconds`` for its first step. The sampler's: ``drawn_seed``, drawn
     once for a request that has no seed of its own, so that a preemption does not change its random stream.
     """
 
@@ -68,6 +69,8 @@ class Request:
     max_num_tokens: int = 0
     num_prompt_logprobs: int = 0
     drawn_seed: int | None = None
+    queued_ts: float = 0.0
+    queued_seconds: float = 0.0
     all_token_ids: list[int] = field(init=False)
 
     def __post_init__(self) -> None:

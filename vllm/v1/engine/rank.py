@@ -31,6 +31,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.launch import FRONT_END, die_with_the_agent
 from vllm.v1.engine.messages import Alive, Failed, Hello, Message, Outputs, Ready, params_from_the_wire
 from vllm.v1.engine.protocol import Commands, RankProtocol, Silence
+from vllm.v1.metrics.stats import rank_stats
 from vllm.v1.outputs import EngineCoreOutput
 from vllm.v1.request import Request
 
@@ -148,16 +149,6 @@ class Rank:
         if outputs or rejected or stats not in (None, before):
             self.tell([Outputs(step, outputs, rejected, stats)])
             self._reported = now, stats or {}
-
-
-def rank_stats(core: EngineCore) -> dict[str, float]:
-    return {
-        "running": len(core.scheduler.running),
-        "waiting": len(core.scheduler.waiting),
-        "kv_usage": core.kv_cache_usage(),
-        "generation_tokens": core.stats.output_tokens,
-        "steps": core.stats.steps,
-    }
 
 
 def share(commands: Commands, tp: GroupCoordinator) -> Commands:
