@@ -93,6 +93,7 @@ class LLMEngine:
                 self.vllm_config = vllm_config
                 self.input_processor = InputProcessor(vllm_config, self.tokenizer, generation_config)
                 self.scheduler = Scheduler(vllm_config, kv_cache_config)
+                self.scheduler.grammars = self.input_processor.grammars
         except BaseException:
             self.shutdown()
             raise
@@ -216,6 +217,7 @@ class LLMEngine:
         """Take ``tokenizer`` for the requests that come from now on; the model's end tokens stay as they are."""
         self.tokenizer = tokenizer
         self.input_processor = InputProcessor(self.vllm_config, tokenizer, self.generation_config)
+        self.scheduler.grammars = self.input_processor.grammars
         self.output_processor.set_tokenizer(tokenizer)
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
