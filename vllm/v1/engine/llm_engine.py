@@ -48,6 +48,7 @@ class LLMEngine:
         self.model_executor = Executor(self.worker)
         self.vllm_config = core.vllm_config
         self.input_processor = InputProcessor(self.vllm_config, self.tokenizer, generation_config)
+        self.scheduler.grammars = self.input_processor.grammars
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, usage_context: Any = None) -> LLMEngine:
@@ -147,6 +148,7 @@ class LLMEngine:
         """Take ``tokenizer`` for the requests that come from now on; the model's end tokens stay as they are."""
         self.tokenizer = tokenizer
         self.input_processor = InputProcessor(self.vllm_config, tokenizer, self.generation_config)
+        self.scheduler.grammars = self.input_processor.grammars
         self.output_processor.set_tokenizer(tokenizer)
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
