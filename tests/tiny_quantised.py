@@ -28,6 +28,8 @@ FLOAT = re.compile(
 )
 
 Written = tuple[dict[str, Tensor], Tensor]
+# Of the expert that is packed, whose columns come in an order of their own: 0 for what is no expert's.
+_expert = 0
 
 
 def words(fields: Tensor, bits: int) -> Tensor:
@@ -67,7 +69,8 @@ def plain_groups(K: int, size: int) -> Tensor:
 def gptq(w: Tensor, bits: int = 4, v2: bool = False, ordered: bool = False, symmetric: bool = False) -> Written:
     groups = plain_groups(w.shape[1], GROUP)
     if ordered:
-        groups = groups[torch.randperm(len(groups), generator=torch.Generator().manual_seed(len(groups)))]
+        seed = len(groups) + 1000 * _expert
+        groups = groups[torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed))]
     codes, zeros, scales = grid(w, bits, groups, symmetric, 0 if v2 else 1)
     tensors = {
         "qweight": words(codes, bits).T.contiguous(),
@@ -94,7 +97,7 @@ def packed_integers(w: Tensor, bits: int, symmetric: bool, size: int = GROUP, or
     """compressed-tensors, pack-quantized."""
     groups = plain_groups(w.shape[1], size)
     if ordered:
-        groups = groups[torch.randperm(len(groups), generator=torch.Generator().manual_seed(1))]
+        groups = groups[torch.randperm(len(groups), generator=torch.Generator().manual_seed(1 + 1000 * _expert))]
     codes, zeros, scales = grid(w, bits, groups, symmetric)
     tensors = {
         "weight_packed": words(codes, bits),
@@ -228,6 +231,7 @@ def write(
 ) -> None:
     """The checkpoint ``source`` in ``format`` -> ``folder``, stacked experts one by one, as quantised releases are,
     and the float32 one that it means -> ``twin``. ``float_too``: a regular expression of names left as they are."""
+    global _expert
     pack, declared = FORMATS[format]
     stored: dict[str, Tensor] = {}
     means: dict[str, Tensor] = {}
@@ -249,6 +253,7 @@ def write(
                 }
             dequantised = []
             for base, matrix in parts.items():
+                _expert = int(found[1]) if (found := re.search(r"experts\.(\d+)\.", base)) else 0
                 packed, value = pack(matrix.float())
                 stored |= {f"{base}.{leaf}": x.contiguous() for leaf, x in packed.items()}
                 dequantised.append(value)
