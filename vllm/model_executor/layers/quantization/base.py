@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vllm.kernels.quantized import FORMATS, QuantizedWeight, dequantize, quantize
-from vllm.logger import init_logger
+from vllm.logger import init_logger, log_once
 from vllm.model_executor.model_loader.weight_utils import StoredCodes, StoredTensor
 from vllm.model_executor.parameter import WeightSpec
 
@@ -21,6 +22,8 @@ logger = init_logger(__name__)
 
 Rows = slice | Tensor | None
 FP8 = torch.float8_e4m3fn
+# What checkpoints may give for the inputs of a matrix.
+INPUT_PARTS = ("input_scale", "input_scale_ub", "input_zero_point", "activation_scale")
 
 
 class QuantizationConfig(ABC):
@@ -105,6 +108,26 @@ def part(found: Mapping[str, StoredTensor], leaf: str, of: str) -> StoredTensor:
     if leaf not in found:
         raise ValueError(f"{of} is stored quantised, but {of}.{leaf} is missing; fetch the checkpoint again")
     return found[leaf]
+
+
+def check_input_scales(name: str, found: Mapping[str, StoredTensor], rounded: bool) -> None:
+    """See to the static scales of the inputs of matrix ``name``, which are not used: what is larger than at calibration
+    would be cut off. ``rounded``: whether products round their inputs.
+
+    Raises:
+        ValueError: one is NaN, infinite, or not above 0.
+    """
+    for leaf in INPUT_PARTS:
+        if leaf not in found or leaf.endswith("zero_point"):
+            continue
+        scales = raw(found[leaf]).float()
+        if not (scales.isfinite() & (scales > 0)).all():
+            raise ValueError(
+                f"{name}.{leaf} is {scales.flatten()[:4].tolist()}, which cannot be scales of inputs: the checkpoint "
+                "is damaged or was calibrated with a fault; fetch it again, or remove these tensors: they are not used"
+            )
+        how = "each row has its own scale, found as it comes" if rounded else "inputs stay in the model's dtype"
+        log_once(logger, logging.INFO, f"static input scales of the checkpoint ({leaf}) are not used: {how}")
 
 
 def joined(
