@@ -64,6 +64,12 @@ def test_gpt_oss_as_it_is_released(tmp_path: Path, nan_poison: None) -> None:
     got = tiny.tokens(tiny.generate(llm, prompts, NUM_TOKENS))
     (layer, *_) = (m for m in llm.llm_engine.worker.runner.model.modules() if isinstance(m, FusedMoE))
     assert layer.is_quantized
+    llm.sleep(level=2)
+    llm.wake_up()
+    for named in reversed(load_file(folders[1] / "model.safetensors").items()):  # a tensor a call
+        llm.llm_engine.worker.get_model().load_weights([named])
+    assert layer.is_quantized
+    assert tiny.tokens(tiny.generate(llm, prompts, NUM_TOKENS)) == got
     llm.shutdown()
     for prompt, tokens in zip(prompts, got, strict=True):
         ids = torch.tensor([prompt])

@@ -25,6 +25,11 @@ from vllm.model_executor.layers.linear import divide
 from vllm.model_executor.parameter import WeightSpec
 
 
+def _plain(weight: QuantizedWeight | None) -> QuantizedWeight | None:
+    """Where new rows can be put: not into what is packed."""
+    return weight if weight is not None and weight.kind == "plain" else None
+
+
 class FusedMoE(nn.Module):
     """Routed experts: hidden_states [T, hidden] and router_logits [T, E] → [T, hidden]; the ``router`` chooses.
 
@@ -146,7 +151,7 @@ class FusedMoE(nn.Module):
             if isinstance(loaded, QuantizedWeight):
                 assert not isinstance(self.w13, PackedExperts), f"{self.layer_name}: experts in two forms"
                 first, part = half * self.local_intermediate, self._in_its_order(loaded, "w13", expert, half)
-                self.w13 = put_rows(self.w13, part, self.local_num_experts, rows, expert, first, gated=True)
+                self.w13 = put_rows(_plain(self.w13), part, self.local_num_experts, rows, expert, first, gated=True)
                 return
             assert not isinstance(self.w13, QuantizedWeight), f"{self.layer_name}: experts in two forms"
             if self.w13 is None:
@@ -160,7 +165,7 @@ class FusedMoE(nn.Module):
             if isinstance(loaded, QuantizedWeight):
                 assert not isinstance(self.w2, PackedExperts), f"{self.layer_name}: experts in two forms"
                 part = self._in_its_order(loaded.columns(self.intermediate_slice), "w2", expert)
-                self.w2 = put_rows(self.w2, part, self.local_num_experts, self.hidden_size, expert, 0)
+                self.w2 = put_rows(_plain(self.w2), part, self.local_num_experts, self.hidden_size, expert, 0)
                 return
             assert not isinstance(self.w2, QuantizedWeight), f"{self.layer_name}: experts in two forms"
             if self.w2 is None:
@@ -181,10 +186,12 @@ class FusedMoE(nn.Module):
             ValueError: gate and up of an expert have their columns in two orders, or there are biases.
         """
         orders, self.input_orders = self.input_orders, {}
-        if all(order is None for order in orders.values()):
-            return
         w13, inter = self.w13, self.local_intermediate
-        assert isinstance(w13, QuantizedWeight), f"{self.layer_name}: orders of experts that are not quantised"
+        if not orders or not isinstance(w13, QuantizedWeight):
+            return
+        if all(order is None for order in orders.values()):
+            self.w13 = dataclasses.replace(w13, input_order=None)
+            return
         if self.b13 is not None:
             raise ValueError(
                 f"{self.layer_name}: experts with biases, quantised in the order of their activations (act-order), are "

@@ -30,7 +30,8 @@ class QuantizationConfig(ABC):
     """What a checkpoint says of its quantisation (``quantization_config``), and how its tensors are read.
 
     ``anchors``: what follows a matrix's name in that of the tensor that makes it a quantised one; ``parts``: of others.
-    ``form``: format and group size that most matrices are said to have.
+    ``online``: floats are quantised as they are read. ``form``: format and group size that most matrices are said to
+    have.
 
     Raises:
         ValueError: on construction, for options that are not supported.
@@ -39,6 +40,7 @@ class QuantizationConfig(ABC):
     method: str
     anchors: ClassVar[tuple[str, ...]] = ()
     parts: ClassVar[tuple[str, ...]] = ()
+    online: ClassVar[bool] = False
     form: tuple[str, int] = ("int8", 1 << 62)
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -55,6 +57,13 @@ class QuantizationConfig(ABC):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QuantizationConfig:
         return cls(config)
+
+    def matrix_of(self, name: str) -> str | None:
+        """The matrix that stored tensor ``name`` is a part of, itself where of none; None for what is never used."""
+        base, _, leaf = name.rpartition(".")
+        if leaf in INPUT_PARTS:
+            return None
+        return base if leaf in (*self.anchors, *self.parts) else name
 
     def is_anchor(self, tensor: StoredTensor, leaf: str) -> bool:
         return leaf in self.anchors
@@ -83,10 +92,7 @@ class QuantizationConfig(ABC):
                 found[base][leaf] = tensor
             else:
                 adapted.append(tensor)
-        quantised = [self._joined(x, found[x], shapes.get(f"{x}.weight")) for x in adapted if isinstance(x, str)]
-        if not quantised:
-            logger.warning("the config says that the checkpoint is quantised by %s, but no matrix is", self.method)
-        joined = iter(quantised)
+        joined = iter([self._joined(x, found[x], shapes.get(f"{x}.weight")) for x in adapted if isinstance(x, str)])
         return [next(joined) if isinstance(x, str) else x for x in adapted]
 
     def _joined(self, name: str, found: dict[str, StoredTensor], shape: tuple[int, ...] | None) -> StoredTensor:
