@@ -93,9 +93,9 @@ def awq(w: Tensor) -> Written:
     return tensors, meant(codes, zeros, scales, groups)
 
 
-def packed_integers(w: Tensor, bits: int, symmetric: bool, size: int = GROUP, ordered: bool = False) -> Written:
+def packed_integers(w: Tensor, bits: int, symmetric: bool, size: int | None = None, ordered: bool = False) -> Written:
     """compressed-tensors, pack-quantized."""
-    groups = plain_groups(w.shape[1], size)
+    groups = plain_groups(w.shape[1], size or GROUP)
     if ordered:
         groups = groups[torch.randperm(len(groups), generator=torch.Generator().manual_seed(1 + 1000 * _expert))]
     codes, zeros, scales = grid(w, bits, groups, symmetric)
@@ -270,6 +270,32 @@ def write(
         if (source / "generation_config.json").exists():
             shutil.copy(source / "generation_config.json", twin)
         save_file({n: t.contiguous() for n, t in means.items()}, twin / "model.safetensors", {"format": "pt"})
+
+
+def as_mxfp4(folder: Path, to: Path) -> None:
+    """gpt-oss's experts as its release has them, into ``to``; in ``folder`` they become what these mean."""
+    tensors, coded = load_file(folder / "model.safetensors"), {}
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        groups = tensors.pop(name).mT.unflatten(-1, (-1, 32))
+        exponents = groups.abs().amax(-1).log2().floor().int() - 2  # 6 is 1.5 times 2 ** 2
+        scaled = groups / exponents.exp2()[..., None]
+        codes = (scaled.abs()[..., None] - values).abs().argmin(-1)
+        means = values[codes] * scaled.sign() * exponents.exp2()[..., None]
+        codes = codes.where(scaled >= 0, codes + 8).to(torch.uint8)
+        coded[f"{name}_blocks"] = (codes[..., ::2] | codes[..., 1::2] << 4).contiguous()
+        coded[f"{name}_scales"] = (exponents + 127).to(torch.uint8).contiguous()
+        coded[name] = means.flatten(-2).mT.contiguous()
+    floats = {name: coded.pop(name) for name in list(coded) if not name.endswith(("_blocks", "_scales"))}
+    save_file(tensors | floats, folder / "model.safetensors", {"format": "pt"})
+    save_file(tensors | coded, to / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+
+
+def stored(folder: str | Path) -> list[tuple[str, Tensor]]:
+    """The checkpoint's tensors by name."""
+    return [pair for file in sorted(Path(folder).glob("*.safetensors")) for pair in load_file(file).items()]
 
 
 @functools.cache

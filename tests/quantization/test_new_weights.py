@@ -11,13 +11,9 @@ import pytest
 import tiny_models as tiny
 import tiny_quantised as quantised
 import torch
-from safetensors.torch import load_file
+from tiny_quantised import stored
 
 PROMPTS = [tiny.prompt(9, seed=4), tiny.prompt(3)]
-
-
-def stored(folder: str | Path) -> list[tuple[str, torch.Tensor]]:
-    return [pair for file in sorted(Path(folder).glob("*.safetensors")) for pair in load_file(file).items()]
 
 
 def tokens(llm) -> list[tuple[int, ...]]:
