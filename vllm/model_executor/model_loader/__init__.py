@@ -70,6 +70,10 @@ def get_model(vllm_config: VllmConfig) -> nn.Module:
     quantization = config.quant_config
     if (checkpoint_name := getattr(model, "checkpoint_name", None)) is not None:
         stored = [dataclasses.replace(tensor, name=checkpoint_name(tensor.name)) for tensor in stored]
+    if config.load_format != "dummy" and path.is_file():
+        from vllm.model_executor.model_loader.gguf_loader import kept_quantised
+
+        stored = kept_quantised(stored, specs, config.dtype)
     if quantization is not None:
         of_files = config.load_format != "dummy"
         stored = (quantization.adapt if of_files else quantization.quantised_in_place)(stored, specs)
