@@ -75,6 +75,10 @@ def get_model(vllm_config: VllmConfig) -> nn.Module:
     names = () if config.load_format == "dummy" else [tensor.name for tensor in stored]
     if vllm_config.cache_config.is_fp8:
         load_cache_scales(model, stored, quantization)
+    if config.load_format != "dummy" and path.is_file():
+        from vllm.model_executor.model_loader.gguf_loader import kept_quantised
+
+        stored = kept_quantised(stored, specs, config.dtype)
     if quantization is not None:
         of_files = config.load_format != "dummy"
         stored = (quantization.adapt if of_files else quantization.quantised_in_place)(stored, specs)
