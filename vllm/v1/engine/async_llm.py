@@ -62,7 +62,12 @@ class AsyncLLM:
         self.ranks = RankClient(launch, vllm_config.parallel_config.tensor_parallel_size, self._hand_out)
         # Not the bound method: the engine must end with its last user.
         me = weakref.ref(self)
-        self._at_exit = atexit.register(lambda: (llm := me()) and llm.shutdown(0))
+
+        def leave() -> None:
+            if (llm := me()) is not None:
+                llm.shutdown(0)
+
+        self._at_exit = atexit.register(leave)
         try:
             self.ranks.start()
         except BaseException:

@@ -52,6 +52,7 @@ class Rank:
 
     def __init__(self, channel: Channel, protocol: RankProtocol, silence_s: float) -> None:
         self.channel, self.protocol, self._waker = channel, protocol, Waker()
+        self._sources: list[Any] = [channel, self._waker]
         self._changed = threading.Condition()
         self._silence = Silence(["front"], silence_s, time.monotonic())
         self._reported: tuple[float, dict[str, float]] = (0.0, {})
@@ -87,8 +88,8 @@ class Rank:
                 self.channel.write()
             except OSError as error:
                 raise EOFError from error
-            writable = [self.channel] if self.channel.has_unsent else []
-            ready, _, _ = select.select([self.channel, self._waker], writable, [], max(next_tick - now, 0.0))
+            writable: list[Any] = [self.channel] if self.channel.has_unsent else []
+            ready, _, _ = select.select(self._sources, writable, [], max(next_tick - now, 0.0))
             if self._waker in ready:
                 self._waker.clear()
             if self.channel in ready:
