@@ -24,7 +24,14 @@ pytestmark = pytest.mark.multiprocess
 LENGTHS = (3, 9, 17, 40, 70)
 
 
-@pytest.fixture(scope="module", params=[(1, 1), (1, 2), (2, 2)], ids=["1x1", "1x2", "2x2"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((1, 1), id="1x1"),
+        pytest.param((1, 2), id="1x2", marks=pytest.mark.slow),
+        pytest.param((2, 2), id="2x2"),
+    ],
+)
 def llm(request: pytest.FixtureRequest) -> Iterator[AsyncLLM]:
     before = served.remains()
     with served.environment(**served.poisoned()):
@@ -201,6 +208,8 @@ def test_ids_in_use_are_refused(llm: AsyncLLM) -> None:
 
 def test_idle_ranks_sleep_and_wake_at_once(llm: AsyncLLM) -> None:
     pids = [pid for name, pid in served.processes(llm).items() if name != "agent"]
+    if len(pids) == 1:
+        pytest.skip("several ranks do more while idle")
 
     async def check() -> None:
         await served.tokens(llm, 5, 2, "before")
