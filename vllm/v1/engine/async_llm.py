@@ -28,6 +28,7 @@ from vllm.v1.engine.launch import Launch
 from vllm.v1.engine.messages import Add, params_on_the_wire
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.engine.protocol import Effects
+from vllm.v1.metrics.engine_metrics import EngineMetrics
 
 
 class _Client:
@@ -61,7 +62,12 @@ class AsyncLLM:
         self.ranks = RankClient(launch, vllm_config.parallel_config.tensor_parallel_size, self._hand_out)
         # Not the bound method: the engine must end with its last user.
         me = weakref.ref(self)
-        self._at_exit = atexit.register(lambda: (llm := me()) and llm.shutdown(0))
+
+        def leave() -> None:
+            if (llm := me()) is not None:
+                llm.shutdown(0)
+
+        self._at_exit = atexit.register(leave)
         try:
             self.ranks.start()
         except BaseException:
@@ -193,7 +199,9 @@ class AsyncLLM:
             if client is not None:
                 found.setdefault(client.loop, []).append((client, output))
 
-        processed, stopped = self.output_processor.process_outputs(effects.outputs)
+        if (metrics := self.output_processor.metrics) is not None and (report := self.ranks.rank_stats[dp_rank]):
+            metrics.record_rank(dp_rank, report)
+        processed, stopped = self.output_processor.process_outputs(effects.outputs, dp_rank)
         self.ranks.carry_out(self.ranks.protocol.abort(stopped))
         for output in processed:
             give(output.request_id, output, output.finished)
@@ -219,6 +227,10 @@ class AsyncLLM:
     encode = refuse("vllm.AsyncLLM.encode")
 
     # --- how the engine stands ----------------------------------------------------------------------------------------
+
+    @property
+    def metrics(self) -> EngineMetrics | None:
+        return self.output_processor.metrics
 
     @property
     def rank_stats(self) -> list[dict[str, float]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -118,14 +118,12 @@ class EngineCore:
         with self.in_step():
             return self.run_step()
 
-    def run_step(self, on_started: Callable[[Iterable[str]], None] | None = None) -> list[EngineCoreOutput]:
-        """The step, inside ``in_step``. ``on_started`` gets the ids of the requests that start, before it runs."""
+    def run_step(self) -> list[EngineCoreOutput]:
+        """The step, inside ``in_step``."""
         counts = not self.vllm_config.disable_log_stats
         scheduler_output = self.scheduler.schedule()
         if counts:
             self.stats.record_scheduled(scheduler_output)
-            if on_started is not None:
-                on_started(scheduler_output.started)
         runner_output = self.worker.execute_model(
             scheduler_output, has_unfinished=self.scheduler.has_unfinished_requests()
         )
@@ -133,10 +131,6 @@ class EngineCore:
         if counts:
             self.stats.output_tokens += sum(len(output.new_token_ids) for output in outputs)
         return outputs
-
-    def kv_cache_usage(self) -> float:
-        pool = self.scheduler.kv_cache_manager.pool
-        return 1 - pool.num_free / max(pool.num_blocks - 1, 1)
 
     def log_stats(self) -> None:
         """Once in a while, log what was done since the last time."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm.config import ModelConfig, VllmConfig
+from vllm.distributed import get_dp_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import PromptType
 from vllm.outputs import RequestOutput
@@ -17,7 +18,8 @@ from vllm.v1.engine.core import EngineCore, EngineStats
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.executor.abstract import Executor
-from vllm.v1.metrics.reader import Counter, Gauge, Metric
+from vllm.v1.metrics.reader import Metric
+from vllm.v1.metrics.stats import rank_stats
 from vllm.v1.request import Request, RequestStatus
 
 
@@ -46,6 +48,7 @@ class LLMEngine:
         self.model_executor = Executor(self.worker)
         self.vllm_config = core.vllm_config
         self.input_processor = InputProcessor(self.vllm_config, self.tokenizer, generation_config)
+        self.scheduler.grammars = self.input_processor.grammars
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, usage_context: Any = None) -> LLMEngine:
@@ -102,9 +105,11 @@ class LLMEngine:
         all of them.
         """
         with self.engine_core.in_step():
-            outputs = self.engine_core.run_step(self.output_processor.record_scheduled)
+            outputs = self.engine_core.run_step()
             processed, stopped = self.output_processor.process_outputs(outputs)
             self.engine_core.abort_requests(stopped, RequestStatus.FINISHED_STOPPED)
+            if (metrics := self.output_processor.metrics) is not None:
+                metrics.record_rank(0, rank_stats(self))
             self.engine_core.log_stats()
         return processed
 
@@ -143,6 +148,7 @@ class LLMEngine:
         """Take ``tokenizer`` for the requests that come from now on; the model's end tokens stay as they are."""
         self.tokenizer = tokenizer
         self.input_processor = InputProcessor(self.vllm_config, tokenizer, self.generation_config)
+        self.scheduler.grammars = self.input_processor.grammars
         self.output_processor.set_tokenizer(tokenizer)
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
@@ -163,19 +169,16 @@ class LLMEngine:
 
     def get_metrics(self) -> list[Metric]:
         """See ``LLM.get_metrics``."""
-        if self.vllm_config.disable_log_stats:
+        metrics = self.output_processor.metrics
+        if metrics is None:
             raise ValueError(
                 "nothing is counted with disable_log_stats=True; make the LLM with disable_log_stats=False"
             )
-        labels = {"model_name": str(self.model_config.served_model_name)}
-        return [
-            Gauge(name="vllm:num_requests_running", labels=labels, value=len(self.scheduler.running)),
-            Gauge(name="vllm:num_requests_waiting", labels=labels, value=len(self.scheduler.waiting)),
-            Gauge(name="vllm:kv_cache_usage_perc", labels=labels, value=self.engine_core.kv_cache_usage()),
-            Counter(name="vllm:generation_tokens", labels=labels, value=self.stats.output_tokens),
-            Counter(name="vllm:engine_steps", labels=labels, value=self.stats.steps),
-            Counter(name="vllm:engine_tokens", labels=labels, value=self.stats.tokens),
-        ]
+        metrics.record_rank(0, rank_stats(self))
+        dp_rank = get_dp_group().rank_in_group if self.vllm_config.parallel_config.world_size > 1 else 0
+        config, block_size = self.model_config, self.vllm_config.cache_config.block_size
+        name = str(config.served_model_name)
+        return list(metrics.snapshot(name, [0], config.max_model_len, block_size, labelled=dp_rank))
 
     def shutdown(self) -> None:
         """Leave the other ranks and free the model; requests are refused afterwards. Again it does nothing.

@@ -31,6 +31,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.launch import FRONT_END, die_with_the_agent, leave
 from vllm.v1.engine.messages import Alive, Failed, Hello, Message, Outputs, Ready, params_from_the_wire
 from vllm.v1.engine.protocol import Commands, RankProtocol, Silence
+from vllm.v1.metrics.stats import rank_stats
 from vllm.v1.outputs import EngineCoreOutput
 from vllm.v1.request import Request
 
@@ -51,6 +52,7 @@ class Rank:
 
     def __init__(self, channel: Channel, protocol: RankProtocol, silence_s: float) -> None:
         self.channel, self.protocol, self._waker = channel, protocol, Waker()
+        self._sources: list[Any] = [channel, self._waker]
         self._changed = threading.Condition()
         self._silence = Silence(["front"], silence_s, time.monotonic())
         self._reported: tuple[float, dict[str, float]] = (0.0, {})
@@ -86,8 +88,8 @@ class Rank:
                 self.channel.write()
             except OSError as error:
                 raise EOFError from error
-            writable = [self.channel] if self.channel.has_unsent else []
-            ready, _, _ = select.select([self.channel, self._waker], writable, [], max(next_tick - now, 0.0))
+            writable: list[Any] = [self.channel] if self.channel.has_unsent else []
+            ready, _, _ = select.select(self._sources, writable, [], max(next_tick - now, 0.0))
             if self._waker in ready:
                 self._waker.clear()
             if self.channel in ready:
@@ -148,16 +150,6 @@ class Rank:
         if outputs or rejected or stats not in (None, before):
             self.tell([Outputs(step, outputs, rejected, stats)])
             self._reported = now, stats or {}
-
-
-def rank_stats(core: EngineCore) -> dict[str, float]:
-    return {
-        "running": len(core.scheduler.running),
-        "waiting": len(core.scheduler.waiting),
-        "kv_usage": core.kv_cache_usage(),
-        "generation_tokens": core.stats.output_tokens,
-        "steps": core.stats.steps,
-    }
 
 
 def share(commands: Commands, tp: GroupCoordinator) -> Commands:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -23,6 +24,7 @@ from vllm.platforms import Platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.metrics.stats import StepCounts
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors, ModelRunnerOutput
 from vllm.v1.sample.sampler import Sampler, SamplerOutput
 from vllm.v1.sample.state import SamplingState
@@ -64,6 +66,7 @@ class GPUModelRunner:
         self.sampler = Sampler(vllm_config.model_config.logprobs_mode)
         self.pad_to_max = pads_to_max(platform.policies, parallel.enable_expert_parallel, parallel.data_parallel_size)
         self.step = 0
+        self.counts = StepCounts()
         self.balancer: ExpertLoadBalancer | None = None
         self.step_buffers = StepBuffers(self.max_num_tokens, self.device)
         self.any_unfinished_across_dp = False
@@ -155,6 +158,7 @@ class GPUModelRunner:
     def _agree(self, scheduler_output: SchedulerOutput, has_unfinished: bool) -> BatchPlan:
         """One reduction over the DP ranks decides the step's sizes and whether anyone has work left."""
         num_tokens = scheduler_output.total_num_scheduled_tokens
+        begun = time.perf_counter()
         agreement = coordinate_batch_across_dp(
             num_tokens,
             step=self.step,
@@ -164,9 +168,12 @@ class GPUModelRunner:
             stopping=self.stopping,
             work=self._digest_of(scheduler_output) if get_tp_group().world_size > 1 else 0,
         )
+        waited = time.perf_counter() - begun if self.vllm_config.parallel_config.world_size > 1 else 0.0
         self.step += 1
         self.agreement, self.any_unfinished_across_dp = agreement, agreement.any_unfinished
-        return BatchPlan.make(agreement, len(scheduler_output.requests))
+        plan = BatchPlan.make(agreement, len(scheduler_output.requests))
+        self.counts.record(plan, waited)
+        return plan
 
     def _digest_of(self, scheduler_output: SchedulerOutput) -> int:
         """A digest of what the step runs: rows and counts always, tokens and parameters where a request starts.
