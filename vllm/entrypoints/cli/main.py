@@ -10,6 +10,12 @@ from typing import NoReturn
 from vllm.utils.suggestions import nearest
 
 
+def _serve(argv: Sequence[str]) -> int:
+    from vllm.entrypoints.cli.serve import main
+
+    return main(argv)
+
+
 def _throughput(argv: Sequence[str]) -> int:
     from vllm.entrypoints.cli.benchmark import throughput
 
@@ -44,6 +50,7 @@ def _doctor(argv: Sequence[str]) -> int:
 
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "serve": (_serve, "an OpenAI server in front of all ranks, on one machine or several"),
     "bench throughput": (_throughput, "tokens per second of many requests at once"),
     "bench latency": (_latency, "time of one batch from prompt to last token"),
     "collect-env": (_collect_env, "what a bug report needs to know of this machine"),
