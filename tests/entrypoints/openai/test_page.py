@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import threading
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,8 +13,8 @@ from typing import Any
 
 import browser
 import httpx
+import live
 import pytest
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client.parser import text_string_to_metric_families
@@ -127,15 +125,8 @@ def make_app(ranks: Ranks, asked: list[tuple[dict[str, str], dict[str, Any]]]) -
 @pytest.fixture
 def served() -> Iterator[tuple[Ranks, list[Any], str]]:
     ranks, asked = Ranks(), list[Any]()
-    listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(make_app(ranks, asked), log_level="warning", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
-    thread.start()
-    yield ranks, asked, f"http://127.0.0.1:{listener.getsockname()[1]}/"
-    server.should_exit = True
-    thread.join()
-    listener.close()
+    with live.serving(make_app(ranks, asked)) as url:
+        yield ranks, asked, url + "/"
 
 
 def test_paths(served: tuple[Ranks, list[Any], str]):
