@@ -140,8 +140,9 @@ class Terminal:
         """The exit code."""
         for _ in range(600):
             with contextlib.suppress(OSError):
-                if select.select([self.fd], [], [], 0.1)[0]:
+                if select.select([self.fd], [], [], 0)[0]:
                     os.read(self.fd, 2**16)
+            time.sleep(0.05)
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 os.close(self.fd)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one can see of a running server: ``/metrics``, ``/load``, ``/ranks`` and the page at ``/``."""
+"""What one can see of a running server: ``/metrics``, ``/ranks`` and the page at ``/``."""
 
 from __future__ import annotations
 
@@ -94,12 +94,6 @@ def watch_router(engine: Any, model_name: str) -> APIRouter:
     @router.get("/metrics")
     async def show_metrics() -> Response:
         return Response(exposition.text(), media_type=CONTENT_TYPE_LATEST)
-
-    @router.get("/load")
-    async def load() -> JSONResponse:
-        """Requests that run or wait on all ranks."""
-        reports = engine.rank_stats
-        return JSONResponse({"server_load": sum(int(r.get("running", 0) + r.get("waiting", 0)) for r in reports)})
 
     @router.get("/ranks")
     async def ranks() -> JSONResponse:
