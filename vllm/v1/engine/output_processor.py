@@ -30,12 +30,18 @@ class _Completion:
     """One sequence of a request, and how much of it the client has."""
 
     def __init__(
-        self, index: int, params: SamplingParams, prompt_token_ids: Sequence[int], detokenizer: Detokenizer | None
+        self,
+        index: int,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        detokenizer: Detokenizer | None,
+        has_end_tokens: bool,
     ) -> None:
         self.index = index
         self.params = params
         self.prompt_token_ids = prompt_token_ids
         self.detokenizer = detokenizer
+        self.has_end_tokens = has_end_tokens  # else what ends the request is its grammar, after a token of text
         # Without stop strings and without outputs on the way, all the text can be made at the end.
         self.text_at_end = not params.stop and params.output_kind is RequestOutputKind.FINAL_ONLY
         self.token_ids: list[int] = []
@@ -60,7 +66,7 @@ class _Completion:
         if detokenizer is None or (self.text_at_end and not output.finished):
             return
         shown = self.token_ids if self.text_at_end else token_ids
-        if self.finish_reason == "stop" and not self.params.include_stop_str_in_output:
+        if self.finish_reason == "stop" and self.has_end_tokens and not self.params.include_stop_str_in_output:
             shown = shown[:-1]
         if (stop := detokenizer.add(shown, output.finished)) is not None:
             self.finish_reason, self.stop_reason = "stop", stop
@@ -159,12 +165,14 @@ class OutputProcessor:
         taken += [name for name, _ in children if name in self._by_child]
         if taken:
             raise ValueError(f"request_id={taken[0]!r} is in use; wait for its end, abort it or take another id")
+        eos_token_id = None if params.ignore_eos else getattr(self._tokenizer, "eos_token_id", None)
+        has_end_tokens = eos_token_id is not None or bool(params.stop_token_ids)
         completions = []
         for index, (_, child_params) in enumerate(children):
             detokenizer = None
             if self._tokenizer is not None and params.detokenize:
                 detokenizer = Detokenizer(self._tokenizer, child_params, prompt_token_ids, self._continuations)
-            completions.append(_Completion(index, child_params, prompt_token_ids, detokenizer))
+            completions.append(_Completion(index, child_params, prompt_token_ids, detokenizer, has_end_tokens))
         request = _Request(
             request_id,
             prompt,
@@ -264,6 +272,10 @@ class OutputProcessor:
                     aborted.append(name)
             self._forget(request)
         return aborted
+
+    def owner_of(self, sequence_id: str) -> str | None:
+        """The request of an unfinished sequence; None where it has ended."""
+        return self._by_child[sequence_id][0].request_id if sequence_id in self._by_child else None
 
     def get_num_unfinished_requests(self) -> int:
         return len(self._requests)

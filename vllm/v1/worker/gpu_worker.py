@@ -147,16 +147,17 @@ class Worker:
         """Whether ``load_weights`` changed the model since the last call: what was computed before is stale then.
 
         Raises:
-            ValueError: the engine sleeps, or weights that sleep(level=2) dropped have not come back.
+            ValueError: the engine sleeps, or weights have not come that sleep(level=2) dropped, or that lie in one
+                quantised matrix with new ones.
         """
         if self.asleep:
             raise ValueError(f"the engine sleeps ({', '.join(sorted(self.asleep))} given back): call wake_up() first")
         model = self.runner.model
-        if model.missing_weights:
-            names = sorted(model.missing_weights)
+        if names := sorted({*model.missing_weights, *model.held_forms.found}):
             raise ValueError(
-                f"{len(names)} weights were dropped by sleep(level=2) and have not come back ({', '.join(names[:3])}"
-                f"{', ...' if len(names) > 3 else ''}): give them to the model's load_weights()"
+                f"{len(names)} weights were dropped by sleep(level=2), or others that lie beside them quantised have "
+                f"come, and have not come back ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): give them "
+                "to the model's load_weights()"
             )
         changed, model.has_new_weights = model.has_new_weights, False
         if changed:
