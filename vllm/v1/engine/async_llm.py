@@ -41,7 +41,8 @@ class _Client:
 class AsyncLLM:
     """Starts the ranks of an engine and hands requests to them; of any thread and event loop.
 
-    Requests go to the DP rank with the fewest tokens waiting. ``rank_stats``: what each DP rank told last of itself.
+    Requests go to the DP rank with the fewest tokens waiting. ``rank_stats``: what each DP rank told last of itself;
+    ``rank_waits``: rank → ranks that hold it up; ``metrics``: None with ``disable_log_stats``.
     """
 
     def __init__(self, vllm_config: VllmConfig, generation_config: Mapping[str, Any], launch: Launch) -> None:
@@ -179,6 +180,7 @@ class AsyncLLM:
                 if isinstance(error, RuntimeError):
                     raise EngineDeadError(str(error)) from error
                 raise
+            self.output_processor.accepted(request_id, dp_rank)
             client = self._clients[request_id] = _Client()
             return client
 
@@ -234,6 +236,10 @@ class AsyncLLM:
     @property
     def rank_stats(self) -> list[dict[str, float]]:
         return self.ranks.rank_stats
+
+    @property
+    def rank_waits(self) -> dict[int, list[int]]:
+        return self.ranks.rank_waits
 
     def stats(self) -> list[dict[str, float]]:
         return self.ranks.rank_stats

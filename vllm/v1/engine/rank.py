@@ -26,6 +26,7 @@ from vllm.distributed import parallel_state
 from vllm.distributed.parallel_state import GroupCoordinator, get_tp_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
+from vllm.v1.debug import watchdog
 from vllm.v1.engine.channel import Channel, Waker, connect
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.launch import FRONT_END, die_with_the_agent, leave
@@ -81,7 +82,7 @@ class Rank:
             now = time.monotonic()
             if now >= next_tick:
                 next_tick = now + _TICK_S
-                self.channel.send(Alive(), self.is_ready)
+                self.channel.send(Alive(watchdog.waits_for()), self.is_ready)
                 if self._silence.silent(now):
                     self._lose(f"the front end has given no sign of life for {self._silence.bound:g} s")
             try:
