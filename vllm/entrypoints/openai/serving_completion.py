@@ -131,7 +131,8 @@ class ServingCompletion:
             chosen.append(None if logprob is None else finite(logprob.logprob))
             top: dict[str, float] = {}
             for other_id, other in (row or {}).items():
-                top.setdefault(self.serving.token_name(other_id, other, request), finite(other.logprob))
+                text = self.serving.token_name(other_id, other, request)
+                top[text] = max(top.get(text, other.logprob), finite(other.logprob))  # several may have one text
             tops.append(top if row else None)
             offsets.append(offset)
             offset += len(name)
