@@ -58,7 +58,7 @@ def test_what_scripts_do_with_absent_classes():
     from vllm.engine.async_llm_engine import AsyncLLMEngine
     from vllm.logits_process import LogitsProcessor
     from vllm.outputs import PoolingRequestOutput
-    from vllm.sampling_params import StructuredOutputsParams
+    from vllm.sampling_params import GuidedDecodingParams
     from vllm.v1.engine.exceptions import EngineDeadError
 
     class Mine(LogitsProcessor, ABC):
@@ -69,8 +69,8 @@ def test_what_scripts_do_with_absent_classes():
         Mine()
     with pytest.raises(NotImplementedError, match=r"AsyncLLMEngine\.from_engine_args.*use vllm\.LLM"):
         AsyncLLMEngine.from_engine_args(None)
-    with pytest.raises(NotImplementedError, match=r"StructuredOutputsParams.*grammar"):
-        StructuredOutputsParams(regex="a+")
+    with pytest.raises(NotImplementedError, match=r"GuidedDecodingParams.*StructuredOutputsParams"):
+        GuidedDecodingParams(regex="a+")
     assert not isinstance(3, PoolingRequestOutput)
     assert PoolingRequestOutput[int] is PoolingRequestOutput
     assert (PoolingRequestOutput | None) is not None
