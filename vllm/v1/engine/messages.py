@@ -7,11 +7,26 @@ from typing import Any
 
 import msgspec
 
+from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import EngineCoreOutput
 
 
 class Message(msgspec.Struct, tag=True, frozen=True):
-    """Each channel carries these with a number that counts from 1, so one that comes twice is known."""
+    """Each channel carries these with a number that counts from 1 without gaps: one that comes twice is known."""
+
+
+class Hello(Message, frozen=True):
+    """The first word of a rank, outside the count. ``attempt``: how often the ranks were started before."""
+
+    rank: int
+    attempt: int = 0
+
+
+class Ready(Message, frozen=True):
+    """Outside the count: a rank can begin. ``max_model_len``: as its cache allows."""
+
+    max_model_len: int
+    num_gpu_blocks: int
 
 
 class Alive(Message, frozen=True):
@@ -59,7 +74,40 @@ class Outputs(Message, frozen=True):
     stats: dict[str, float] | None = None
 
 
+class Left(Message, frozen=True):
+    """The last words of a rank that leaves with all others, after step ``step``."""
+
+    step: int
+
+
 class Failed(Message, frozen=True):
     """The last words of a rank: why it ends."""
 
     reason: str
+
+
+# What becomes of the tokens is the front end's business.
+_OF_THE_FRONT = frozenset(
+    """n stop detokenize skip_special_tokens spaces_between_special_tokens include_stop_str_in_output output_kind
+    truncate_prompt_tokens""".split()  # noqa: SIM905
+)
+
+
+def params_on_the_wire(params: SamplingParams) -> dict[str, Any]:
+    """Of checked parameters, what the sampler and the scheduler read and is not at its default."""
+    return {
+        name: value
+        for name, value in vars(params).items()
+        if name not in _OF_THE_FRONT and value != getattr(_DEFAULTS, name)
+    }
+
+
+def params_from_the_wire(given: dict[str, Any]) -> SamplingParams:
+    fields = dict(given)
+    token_ids = fields.pop("bad_words_token_ids", [])
+    params = SamplingParams(**fields)
+    params.bad_words_token_ids = token_ids
+    return params
+
+
+_DEFAULTS = SamplingParams()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable
 
@@ -11,6 +12,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import cdiv
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.stats import RequestCounts
 from vllm.v1.outputs import EngineCoreOutput, LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import Grammars
@@ -36,6 +38,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.counts = RequestCounts()
         self._finished_req_ids: set[str] = set()
 
     def add_request(self, request: Request) -> None:
@@ -64,6 +67,7 @@ class Scheduler:
         if request.sampling_params.structured_outputs is not None:
             request.matcher = self.grammars.matcher(request)
         self.requests[request.request_id] = request
+        request.queued_ts = time.monotonic()
         self.waiting.append(request)
 
     def has_unfinished_requests(self) -> bool:
@@ -146,6 +150,10 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = request.num_computed_tokens
+            request.queued_seconds = time.monotonic() - request.queued_ts
+            if self.kv_cache_manager.enable_prefix_caching:
+                self.counts.prefix_queries += request.num_tokens
+                self.counts.prefix_hits += request.num_computed_tokens
         return True
 
     def _preempt(self, request: Request) -> None:
@@ -154,6 +162,7 @@ class Scheduler:
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_preemptions += 1
+        self.counts.preemptions += 1
         self.waiting.appendleft(request)
 
     def update_from_output(
@@ -179,6 +188,7 @@ class Scheduler:
                 self.kv_cache_manager.drop_cached(request)
                 ended, token_ids, prompt_logprobs = RequestStatus.FINISHED_ERROR, [], None
                 request.stop_reason = "the model's logits are not finite"
+                self.counts.corrupted += 1
             else:
                 start = request.num_computed_tokens
                 computed = request.num_computed_tokens = start + count
@@ -193,6 +203,9 @@ class Scheduler:
                     request.stop_reason = runner_output.undrawable[request_id]
                     ended, token_ids = RequestStatus.FINISHED_ERROR, []
                 if token_ids:
+                    if len(all_token_ids) == len(request.prompt_token_ids):
+                        self.counts.prompt_tokens += len(all_token_ids)
+                    self.counts.generation_tokens += len(token_ids)
                     all_token_ids += token_ids
                     ended = self._check_stop(request)
                     if request.matcher is not None:
@@ -211,6 +224,7 @@ class Scheduler:
                         ended.finish_reason if ended is not None else None,
                         request.stop_reason,
                         max(request.num_cached_tokens, 0),
+                        request.queued_seconds,
                     )
                 )
         if any_ended:
