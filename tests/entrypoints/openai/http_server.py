@@ -58,7 +58,8 @@ def serving(engine: Any, **args: Any) -> Iterator[Server]:
     thread.start()
     deadline = time.monotonic() + 30
     while not server.started:
-        assert thread.is_alive() and time.monotonic() < deadline, "the server has not started"
+        assert thread.is_alive(), "the server has ended"
+        assert time.monotonic() < deadline, "the server has not started"
         time.sleep(0.005)
     port = server.servers[0].sockets[0].getsockname()[1]
     made = Server(f"http://127.0.0.1:{port}", app)

@@ -59,10 +59,16 @@ def as_api_error(error: BaseException) -> APIError:
         words = {404: "there is no such path", 405: "the path does not take this method"}
         return APIError(error.status_code, words.get(error.status_code, str(error.detail)))
     if isinstance(error, ValidationError):
-        first = error.errors(include_url=False, include_context=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        given = "" if first["type"] in ("missing", "json_invalid") else f"; given: {repr(first['input'])[:200]}"
-        return APIError(400, f"{where + ': ' if where else ''}{first['msg']}{given}", where or None)
+        errors = error.errors(include_url=False, include_context=False)
+        field = errors[0]["loc"][:1]
+        # Of a field that may have several forms: what is wrong with the one that comes nearest.
+        nearest = max(
+            (one for one in errors if one["loc"][:1] == field),
+            key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")),
+        )
+        given = "" if nearest["type"] in ("missing", "json_invalid") else f"; given: {repr(nearest['input'])[:200]}"
+        name = str(field[0]) if field else None
+        return APIError(400, f"{name + ': ' if name else ''}{nearest['msg']}{given}", name)
     if isinstance(error, EngineDeadError):
         return APIError(503, f"the engine is lost: {error}")
     if isinstance(error, NotImplementedError):
