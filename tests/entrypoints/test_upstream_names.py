@@ -57,7 +57,7 @@ def test_names_are_there_in_a_fresh_process():
 def test_what_scripts_do_with_absent_classes():
     from vllm.logits_process import LogitsProcessor
     from vllm.outputs import PoolingRequestOutput
-    from vllm.sampling_params import StructuredOutputsParams
+    from vllm.sampling_params import GuidedDecodingParams
     from vllm.v1.engine.core_client import AsyncMPClient
     from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -69,8 +69,8 @@ def test_what_scripts_do_with_absent_classes():
         Mine()
     with pytest.raises(NotImplementedError, match=r"AsyncMPClient\.make_client.*not used"):
         AsyncMPClient.make_client(None)
-    with pytest.raises(NotImplementedError, match=r"StructuredOutputsParams.*grammar"):
-        StructuredOutputsParams(regex="a+")
+    with pytest.raises(NotImplementedError, match=r"GuidedDecodingParams.*StructuredOutputsParams"):
+        GuidedDecodingParams(regex="a+")
     assert not isinstance(3, PoolingRequestOutput)
     assert PoolingRequestOutput[int] is PoolingRequestOutput
     assert (PoolingRequestOutput | None) is not None
