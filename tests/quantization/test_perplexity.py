@@ -4,13 +4,20 @@
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 import tiny_quantised as quantised
 import torch
+from gguf_blocks import round_to
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
+
+from vllm.model_executor.model_loader.gguf_loader import gguf_tensors, read_gguf
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "offline_inference"))
@@ -93,3 +100,36 @@ def test_smollm2(tmp_path, monkeypatch, source, token_ids, float_perplexity, for
     # Where inputs are rounded too, those between two steps go either way.
     assert got == pytest.approx(expected, rel=1e-2 if format == "ct-w8a8" else 1e-3)
     assert got <= GROWTH[format] * float_perplexity
+
+
+@pytest.mark.parametrize("kinds", ["as it is", "Q4_0", "Q8_0", "Q4_K and Q5_0", "Q5_K and Q5_1", "Q6_K and Q4_1"])
+def test_smollm2_in_gguf(tmp_path, source, token_ids, float_perplexity, kinds):
+    """Kinds of 256 columns where these are whole (``down_proj``), the other elsewhere, as released files have them."""
+    from smollm2 import gguf_file
+
+    file = gguf_file() if kinds == "as it is" else tmp_path / "m.gguf"
+    if kinds != "as it is":
+        whole, writer, (wide, *narrow) = read_gguf(gguf_file()), gguf.GGUFWriter(file, "llama"), kinds.split(" and ")
+        for key, value in whole.metadata.items():
+            if key.startswith("llama."):
+                (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(key, value)
+        for tensor in whole.tensors:
+            raw = np.fromfile(whole.path, np.uint8, tensor.nbytes, offset=tensor.offset)
+            w = gguf.quants.dequantize(raw.reshape(*tensor.shape[:-1], -1) if tensor.kind else raw, tensor.kind)
+            kind = "F32" if len(tensor.shape) == 1 else narrow[0] if narrow and tensor.shape[-1] % 256 else wide
+            w = w.view(np.float32) if w.dtype == np.uint8 else w
+            raw = round_to(kind, w.reshape(tensor.shape))
+            writer.add_tensor(tensor.name, raw, raw_dtype=gguf.GGMLQuantizationType[kind])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    twin = tmp_path / "float"
+    twin.mkdir()
+    shutil.copy(source / "config.json", twin)
+    meant = {tensor.name: tensor.read(torch.float32).clone() for tensor in gguf_tensors(file)}
+    save_file(meant, twin / "model.safetensors", {"format": "pt"})
+    expected, got, half = theirs(twin, token_ids), ours(file, token_ids), ours(file, token_ids, dtype="bfloat16")
+    print(f"{kinds}: {got:.3f}, in bf16 {half:.3f}, dequantised {expected:.3f}, float {float_perplexity:.3f}")
+    assert got == pytest.approx(expected, rel=1e-3)
+    assert half == pytest.approx(expected, rel=2e-2)
