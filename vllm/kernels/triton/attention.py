@@ -242,8 +242,8 @@ def _attend(
 def _merge(
     out_ptr, sums_ptr, peaks_ptr, starts_ptr, lens_ptr, R, most, v_scale, window, stride_ot, stride_oh,
     SEARCH: tl.constexpr, WINDOW: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, SCAN: tl.constexpr, DV: tl.constexpr,
-    DVP: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, SCAN: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """COLUMNS values of a row whose keys several splits have shared."""
     tile = tl.program_id(0)
@@ -469,8 +469,9 @@ def paged_attention(
             q_THD if sinks is None else sinks, T, R, cut.fewest, cut.most,
             scale / soft_cap if cap else scale * LOG2_E, soft_cap * LOG2_E, v_scale, sliding_window,
             *q_THD.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3], *out_THD.stride()[:2],
-            block_table.stride(0), SINKS=sinks is not None, CAP=cap, WIDE=interpreted, CODES=codes, NATIVE=has_fp8(q_THD.device),
-            BLOCK=block_size, D=D, D1=d1, D2=d2, num_warps=plan.warps, num_stages=plan.stages, **common,
+            block_table.stride(0), SINKS=sinks is not None, CAP=cap, WIDE=interpreted, CODES=codes,
+            NATIVE=has_fp8(q_THD.device), BLOCK=block_size, D=D, D1=d1, D2=d2, num_warps=plan.warps,
+            num_stages=plan.stages, **common,
         )  # fmt: skip
         if cut.parts:
             columns = min(dvp, 128)
