@@ -17,6 +17,8 @@ CASES = [
     "gptq:qwen3-moe",
     "fp8-tensor:mixtral",
     "awq:mixtral",
+    "gptq-order:qwen3-moe",
+    "ct-int4-order:mixtral",
     "ct-mxfp4:qwen3-moe",
     "ct-int4:qwen3.5-moe",
     "fp8-block:qwen3.5-moe",

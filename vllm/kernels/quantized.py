@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from vllm.kernels.activation_scales import activation_scale
+from vllm.kernels.blocks import block_values
 
 
 class Format(NamedTuple):
     """``bytes`` hold the codes of ``columns`` neighbouring columns. ``scaled``: scales lie beside the codes, not among
-    them. ``zero``: the value that stands for 0 where there are no zeros."""
+    them: a block of such codes says all of its columns. ``zero``: the value that stands for 0 where there are no zeros.
+    """
 
     columns: int
     bytes: int
@@ -32,12 +34,18 @@ class Format(NamedTuple):
 
 
 # int4: 0 to 15, the even column in the low half of a byte. int8: two's complement. fp8: e4m3fn. mxfp4: e2m1, in the
-# order of int4.
+# order of int4. Blocks of GGUF files, with their scales and minima among the codes, as they are: see ``blocks``.
 FORMATS = {
     "int4": Format(2, 1, True, 8),
     "int8": Format(1, 1, True, 0),
     "fp8": Format(1, 1, True, 0),
     "mxfp4": Format(2, 1, True, 0),
+    "q4_1": Format(32, 20, False, 0),
+    "q5_0": Format(32, 22, False, 16),
+    "q5_1": Format(32, 24, False, 0),
+    "q4_k": Format(256, 144, False, 0),
+    "q5_k": Format(256, 176, False, 0),
+    "q6_k": Format(256, 210, False, 32),
 }
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _ELEMENTS_AT_ONCE = 1 << 22
@@ -52,7 +60,7 @@ class QuantizedWeight:
     None: the format's. dtype: that of the inputs and outputs of products with it.
     activations: None: products take the inputs as they are; "int8", "fp8": they round each input row first, to the
     largest magnitude among its columns.
-    input_order: int64 [K], column k of the weight belongs to column ``input_order[k]`` of the inputs; None: to k.
+    input_order: int64 [(E,) K], column k of the weight belongs to column ``input_order[k]`` of the inputs; None: to k.
     gated: of experts: N = 2 * I rows are [gate; up].
     kind: "plain", or the layout of the implementation that packed it, which alone reads codes, scales and zeros then.
     """
@@ -87,7 +95,10 @@ class QuantizedWeight:
 
     def rows(self, rows: slice | Tensor | int) -> QuantizedWeight:
         """Rows of a plain [N, K], in the order wanted: views for a slice. Of experts, their matrices; an int: one."""
-        return self._with(codes=self.codes[rows], scales=_of(self.scales, rows), zeros=_of(self.zeros, rows))
+        of_experts = self.input_order is not None and self.input_order.dim() == 2
+        order = _of(self.input_order, rows) if of_experts else self.input_order
+        codes, scales, zeros = self.codes[rows], _of(self.scales, rows), _of(self.zeros, rows)
+        return self._with(codes=codes, scales=scales, zeros=zeros, input_order=order)
 
     def columns(self, columns: slice) -> QuantizedWeight:
         """Columns of a plain [N, K], from the edge of one group to that of another.
@@ -133,7 +144,8 @@ def uncut(format: str, K: int, group_size: int, columns: slice, ordered: bool) -
     if ordered:
         return (
             "columns quantised in the order of their activations (act-order) cannot be split over tensor-parallel "
-            "ranks; use tensor_parallel_size=1, or a checkpoint without desc_act"
+            "ranks; use tensor_parallel_size=1 (enable_expert_parallel=True and data_parallel_size share out whole "
+            "experts), or a checkpoint without desc_act"
         )
     unit = FORMATS[format].columns
     if (group_size < K and (first % group_size or (last % group_size and last != K))) or first % unit or last % unit:
@@ -198,13 +210,9 @@ def put_rows(
     ``first`` on: into those of the call before, or the same with zeros where one of the two has some.
 
     Raises:
-        ValueError: the forms differ, or ``part`` has an ``input_order``.
+        ValueError: the forms differ.
     """
-    if part.input_order is not None:
-        raise ValueError(
-            "experts quantised in the order of their activations (act-order) are not supported; use a checkpoint "
-            "without desc_act"
-        )
+    assert part.input_order is None, "whoever puts experts together sees to their orders"
     if into is None:
 
         def room(tensor: Tensor | None) -> Tensor | None:
@@ -223,11 +231,14 @@ def put_rows(
 
 
 def values(format: str, codes: Tensor) -> Tensor:
-    """uint8 codes [..., bytes] -> the values that they stand for, float32 [..., columns], before zero and scale."""
+    """uint8 codes [..., bytes] -> the values that they stand for, float32 [..., columns], before zero and scale; of a
+    format whose scales are among the codes: after them."""
     if format == "int8":
         return codes.view(torch.int8).float()
     if format == "fp8":
         return codes.view(torch.float8_e4m3fn).float()
+    if not FORMATS[format].scaled:
+        return block_values(format, codes.unflatten(-1, (-1, FORMATS[format].bytes))).flatten(-2)
     halves = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
     if format == "int4":
         return halves.float()
@@ -245,7 +256,7 @@ def dequantize(weight: QuantizedWeight) -> Tensor:
         zero = FORMATS[weight.format].zero if weight.zeros is None else spread(weight.zeros.float())[..., : weight.K]
         w = (w - zero) * spread(weight.scales.float())[..., : weight.K]
     if weight.input_order is not None:
-        w = torch.empty_like(w).index_copy_(-1, weight.input_order, w)
+        w = torch.empty_like(w).scatter_(-1, weight.input_order.unsqueeze(-2).expand_as(w), w)
     return w
 
 

@@ -28,6 +28,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.debug import watchdog
 from vllm.v1.debug.nan_trace import install_nan_trace
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.metrics.stats import StepCounts
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.transfers import is_host
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -148,16 +149,17 @@ class Worker:
         """Whether ``load_weights`` changed the model since the last call: what was computed before is stale then.
 
         Raises:
-            ValueError: the engine sleeps, or weights that sleep(level=2) dropped have not come back.
+            ValueError: the engine sleeps, or weights have not come that sleep(level=2) dropped, or that lie in one
+                quantised matrix with new ones.
         """
         if self.asleep:
             raise ValueError(f"the engine sleeps ({', '.join(sorted(self.asleep))} given back): call wake_up() first")
         model = self.runner.model
-        if model.missing_weights:
-            names = sorted(model.missing_weights)
+        if names := sorted({*model.missing_weights, *model.held_forms.found}):
             raise ValueError(
-                f"{len(names)} weights were dropped by sleep(level=2) and have not come back ({', '.join(names[:3])}"
-                f"{', ...' if len(names) > 3 else ''}): give them to the model's load_weights()"
+                f"{len(names)} weights were dropped by sleep(level=2), or others that lie beside them quantised have "
+                f"come, and have not come back ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): give them "
+                "to the model's load_weights()"
             )
         changed, model.has_new_weights = model.has_new_weights, False
         if changed:
@@ -227,6 +229,10 @@ class Worker:
     def num_steps(self) -> int:
         """How many steps were agreed on, counted alike on all ranks."""
         return self.runner.step
+
+    @property
+    def counts(self) -> StepCounts:
+        return self.runner.counts
 
     @property
     def any_unfinished_across_dp(self) -> bool:

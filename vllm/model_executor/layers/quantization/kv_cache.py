@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scales of an FP8 KV cache: one number for the keys, one for the values of a layer, as checkpoints name them."""
+"""The scales of an FP8 KV cache: one number for a layer's keys and one for its values, as checkpoints name them."""
 
 from __future__ import annotations
 
