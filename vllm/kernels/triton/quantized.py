@@ -38,7 +38,7 @@ def _e2m1(code):
 
 
 @triton.jit
-def _e4m3(code, NATIVE: tl.constexpr):
+def e4m3(code, NATIVE: tl.constexpr):
     if NATIVE:
         value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:  # sign, exponent and mantissa stand at float16's places; the exponents' biases differ by 8
@@ -54,7 +54,7 @@ def _unpacked(codes, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
     if FORMAT == "int8":
         values = codes.to(tl.int8, bitcast=True)
     elif FORMAT == "fp8":
-        values = _e4m3(codes, NATIVE)
+        values = e4m3(codes, NATIVE)
     else:
         values = tl.interleave(codes & 15, codes >> 4)
         if FORMAT == "mxfp4":
