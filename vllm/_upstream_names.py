@@ -110,7 +110,7 @@ vllm.renderers: renderer_from_config
 vllm.renderers.base: BaseRenderer
 vllm.renderers.inputs.preprocess: extract_prompt_components
 vllm.renderers.online_renderer: OnlineRenderer
-vllm.sampling_params: GuidedDecodingParams StructuredOutputsParams
+vllm.sampling_params: GuidedDecodingParams
 vllm.sequence: IntermediateTensors SequenceGroup SequenceStatus
 vllm.tool_parsers: ToolParser ToolParserManager
 vllm.utils.async_utils: make_async merge_async_iterators
@@ -140,8 +140,8 @@ NAMES = _parse(_TABLE)
 _PACKAGES = {module.rsplit(".", depth)[0] for module in NAMES for depth in range(module.count("."))}
 _REMEDIES = {
     "Async": "use vllm.LLM, or step a vllm.LLMEngine yourself",
-    "Structured": "outputs cannot be constrained by a grammar; leave it out",
-    "Guided": "outputs cannot be constrained by a grammar; leave it out",
+    "StructuredOutputsConfig": "outputs are held to grammars by llguidance, there is nothing to set; leave it out",
+    "Guided": "use SamplingParams(structured_outputs=StructuredOutputsParams(...))",
     "LoRA": "merge the adapter into the checkpoint",
     "Pool": "only text generation is supported",
 }

@@ -135,6 +135,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "disable_async_output_proc": (False, True, None),
     "guided_decoding_backend": ("auto", "xgrammar", "outlines", None),
     "worker_use_ray": (False, None),
+    "calculate_kv_scales": (False, None),
     "preemption_mode": ("recompute", None),
     "tokenizer_pool_size": (0, None),
     **dict.fromkeys(
@@ -210,6 +211,7 @@ class EngineArgs:
       ``auto`` or −1 as much of that as the KV cache holds.
     - Counts may be text: ``"32k"`` is 32,000, ``"32K"`` 32,768; so with m, g, t and M, G, T.
     - ``max_num_seqs`` and ``max_num_batched_tokens``: most requests and tokens of one step.
+    - ``kv_cache_dtype``: ``auto``, the model's dtype, or ``fp8``, e4m3 with the checkpoint's scales, without such 1.0.
     - ``kv_cache_memory_bytes``, else ``gpu_memory_utilization`` (share of the device's memory), sizes the KV cache.
     - ``logprobs_mode``: ``raw_logprobs``, of the model's own logits; ``processed_logprobs``, of those that the sampler
       draws from (after bias, penalties, temperature and filters); ``raw_logits``, ``processed_logits``: these logits

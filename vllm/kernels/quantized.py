@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from vllm.kernels.activation_scales import activation_scale
+from vllm.kernels.blocks import block_values
 
 
 class Format(NamedTuple):
     """``bytes`` hold the codes of ``columns`` neighbouring columns. ``scaled``: scales lie beside the codes, not among
-    them. ``zero``: the value that stands for 0 where there are no zeros."""
+    them: a block of such codes says all of its columns. ``zero``: the value that stands for 0 where there are no zeros.
+    """
 
     columns: int
     bytes: int
@@ -32,12 +34,18 @@ class Format(NamedTuple):
 
 
 # int4: 0 to 15, the even column in the low half of a byte. int8: two's complement. fp8: e4m3fn. mxfp4: e2m1, in the
-# order of int4.
+# order of int4. Blocks of GGUF files, with their scales and minima among the codes, as they are: see ``blocks``.
 FORMATS = {
     "int4": Format(2, 1, True, 8),
     "int8": Format(1, 1, True, 0),
     "fp8": Format(1, 1, True, 0),
     "mxfp4": Format(2, 1, True, 0),
+    "q4_1": Format(32, 20, False, 0),
+    "q5_0": Format(32, 22, False, 16),
+    "q5_1": Format(32, 24, False, 0),
+    "q4_k": Format(256, 144, False, 0),
+    "q5_k": Format(256, 176, False, 0),
+    "q6_k": Format(256, 210, False, 32),
 }
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _ELEMENTS_AT_ONCE = 1 << 22
@@ -223,11 +231,14 @@ def put_rows(
 
 
 def values(format: str, codes: Tensor) -> Tensor:
-    """uint8 codes [..., bytes] -> the values that they stand for, float32 [..., columns], before zero and scale."""
+    """uint8 codes [..., bytes] -> the values that they stand for, float32 [..., columns], before zero and scale; of a
+    format whose scales are among the codes: after them."""
     if format == "int8":
         return codes.view(torch.int8).float()
     if format == "fp8":
         return codes.view(torch.float8_e4m3fn).float()
+    if not FORMATS[format].scaled:
+        return block_values(format, codes.unflatten(-1, (-1, FORMATS[format].bytes))).flatten(-2)
     halves = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
     if format == "int4":
         return halves.float()

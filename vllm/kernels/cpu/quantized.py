@@ -21,14 +21,15 @@ from torch import Tensor
 
 from vllm.kernels.cpu import ops
 from vllm.kernels.cpu.ops import _CODE, _at, _threads
-from vllm.kernels.quantized import QuantizedWeight
+from vllm.kernels.quantized import FORMATS, QuantizedWeight
 from vllm.kernels.weights import rows_in_range
 
-_FORMATS = {"int4": 0, "int8": 1, "fp8": 2, "mxfp4": 3}
+_FORMATS = {format: i for i, format in enumerate(FORMATS)}  # csrc has them in that order
+_BLOCKS = {"q4_1": 32, "q5_0": 32, "q5_1": 32, "q4_k": 32, "q5_k": 32, "q6_k": 16}  # columns of one scale
 _ACTIVATIONS = {None: 0, "int8": 1, "fp8": 2}
 _MOST_COLUMNS = 1 << 15  # whose products of int8 an int32 can surely sum up
 _FEWEST_ROWS = 128  # whose largest result is surely large enough for 2 ** -6 of it to cover what rounding moves
-_i6, _i8, _i11 = (struct.Struct(f"{n}q").pack for n in (6, 8, 11))
+_i6, _i9, _i11 = (struct.Struct(f"{n}q").pack for n in (6, 9, 11))
 
 
 @dataclass(frozen=True)
@@ -53,19 +54,25 @@ def pack_quantized_weight(weight: QuantizedWeight, exact: bool = False) -> Quant
     scales, zeros, codes, order, K = weight.scales, weight.zeros, weight.codes, weight.input_order, weight.K
     format, act, fp8_group = weight.format, weight.activations, 0
     group = _round_up(K, 16 if K < 64 else 64) if weight.group_size >= K else weight.group_size
-    if weight.kind == "panels" or format not in _FORMATS or scales is None or group % 16 or weight.dtype not in _CODE:
+    if weight.kind == "panels" or format not in _FORMATS or group % 16 or weight.dtype not in _CODE:
+        return weight
+    in_blocks = not FORMATS[format].scaled
+    if in_blocks and (act is not None or order is not None):
         return weight
     if zeros is not None and (zeros.int().abs().max() > 127 or format in ("fp8", "mxfp4")):
         return weight
-    scales = (scales if scales.dtype in _CODE else scales.float()).contiguous()
+    if scales is not None:
+        scales = (scales if scales.dtype in _CODE else scales.float()).contiguous()
     zeros = None if zeros is None else zeros.to(torch.int8).contiguous()
     order = None if order is None else order.contiguous()
-    block = next(size for size in (64, 32, 16) if group % size == 0)
+    if in_blocks:
+        group = FORMATS[format].columns
+    block = _BLOCKS.get(format) or next(size for size in (64, 32, 16) if group % size == 0)
     if act == "int8":
         integer, block = format != "fp8", group if group <= _MOST_COLUMNS else block
     else:
         integer = weight.dtype.itemsize == 2 and weight.N >= _FEWEST_ROWS and not (exact and format == "fp8")
-    scale_dtype = scales.dtype
+    scale_dtype = torch.float16 if scales is None else scales.dtype
     if integer and format == "fp8":
         fp8_group, format, scale_dtype, group, block = group, "int8", torch.bfloat16, 32, 32
 
@@ -84,14 +91,19 @@ def pack_quantized_weight(weight: QuantizedWeight, exact: bool = False) -> Quant
     kernels = ops._kernels()
     size = kernels.vc_quantized_panel(record(rows, 0)) * -(-rows // kernels.vc_panel_width(None))
     out = ops._arena.take(size * len(matrices), torch.uint8)
-    its_scales = scales.view(len(matrices), rows, -1)
+    its_scales = None if scales is None else scales.view(len(matrices), rows, -1)
     its_zeros = None if zeros is None else zeros.view(len(matrices), rows, -1)
+
+    def at(tensors: Tensor | None, i: int) -> int:
+        return 0 if tensors is None else _at(tensors[i])
+
     for i, matrix in enumerate(matrices):
         kernels.vc_pack_quantized(
             record(rows, 0)
-            + _i8(
-                _at(matrix), matrix.stride(0), _at(its_scales[i]), 0 if its_zeros is None else _at(its_zeros[i]),
-                _at(out) + i * size, fp8_group, _CODE[scales.dtype], _threads(),
+            + _i9(
+                _at(matrix), matrix.stride(0), at(its_scales, i), at(its_zeros, i), _at(out) + i * size, fp8_group,
+                _CODE[scale_dtype if scales is None else scales.dtype], FORMATS[format].bytes if in_blocks else 0,
+                _threads(),
             )
         )  # fmt: skip
     held = {field.name: getattr(weight, field.name) for field in dataclasses.fields(QuantizedWeight)}

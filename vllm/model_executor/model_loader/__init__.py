@@ -11,6 +11,7 @@ from torch import nn
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.model_executor.layers.quantization.kv_cache import load_cache_scales
 from vllm.model_executor.model_loader.weight_update import HeldForms
 from vllm.model_executor.model_loader.weight_utils import (
     StoredTensor,
@@ -72,6 +73,12 @@ def get_model(vllm_config: VllmConfig) -> nn.Module:
     if (checkpoint_name := getattr(model, "checkpoint_name", None)) is not None:
         stored = [dataclasses.replace(tensor, name=checkpoint_name(tensor.name)) for tensor in stored]
     names = () if config.load_format == "dummy" else [tensor.name for tensor in stored]
+    if vllm_config.cache_config.is_fp8:
+        load_cache_scales(model, stored, quantization)
+    if config.load_format != "dummy" and path.is_file():
+        from vllm.model_executor.model_loader.gguf_loader import kept_quantised
+
+        stored = kept_quantised(stored, specs, config.dtype)
     if quantization is not None:
         of_files = config.load_format != "dummy"
         stored = (quantization.adapt if of_files else quantization.quantised_in_place)(stored, specs)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Single GGUF files: metadata, a Hugging Face config made from it, and dequantised tensors under HF names.
+"""Single GGUF files: metadata, a Hugging Face config made from it, and tensors under HF names.
 
-The format is that of the ``gguf`` package, which dequantises; its own reader takes seconds for a usual vocabulary,
-so the header is parsed here.
+The format is that of the ``gguf`` package, which dequantises what does not stay as it is; its own reader takes seconds
+for a usual vocabulary, so the header is parsed here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +25,11 @@ import transformers
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
+from vllm.kernels.blocks import units
+from vllm.kernels.quantized import FORMATS, QuantizedWeight
 from vllm.logger import init_logger
-from vllm.model_executor.model_loader.weight_utils import StoredTensor, read_range
+from vllm.model_executor.model_loader.weight_utils import StoredCodes, StoredTensor, read_range
+from vllm.model_executor.parameter import WeightSpec
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -38,6 +42,11 @@ _CONTROL = 3  # a token's type
 _SIZE = struct.Struct("<Q")
 _REQUIRED = object()
 _CHUNK_ELEMENTS = 1 << 18
+# What stays as it is in memory, and as what.
+_KEPT = {
+    GGMLQuantizationType[kind]: format
+    for kind, format in {"Q4_0": "int4", "Q8_0": "int8", **{f.upper(): f for f in FORMATS if f[0] == "q"}}.items()
+}
 
 # With the name of the config's class: some of these modules load half of transformers.
 _CONFIGS = {
@@ -218,7 +227,10 @@ class _Cursor:
         (rank,) = self.numbers("I")
         shape = tuple(reversed(self.numbers("Q", rank)))
         (kind,), (offset,) = self.numbers("I"), self.numbers("Q")
-        return GGUFTensor(name, shape, GGMLQuantizationType(kind), offset)
+        try:
+            return GGUFTensor(name, shape, GGMLQuantizationType(kind), offset)
+        except ValueError as error:
+            raise ValueError(f"{name} is of type {kind}, unknown to the installed gguf: pip install -U gguf") from error
 
 
 def read_gguf(path: str | Path) -> GGUFFile:
@@ -442,6 +454,7 @@ def _rope(file: GGUFFile, value: Callable[..., Any]) -> dict[str, Any]:
 
 def gguf_tensors(path: str | Path) -> list[StoredTensor]:
     """The tensors of a GGUF file under Hugging Face names, stacked experts one by one; reads the header only.
+    Matrices have codes where an operator reads their kind.
 
     A tensor that has no such name keeps its own. llama.cpp interleaves the rotary halves of the rows of q and k for
     the ``llama`` architecture; reading undoes it.
@@ -494,8 +507,9 @@ def _zeros(name: str, size: int) -> StoredTensor:
 def _stored(
     path: Path, tensor: GGUFTensor, name: str, interleaved_heads: int | None = None, shift: float = 0.0
 ) -> StoredTensor:
+    block, block_bytes = GGML_QUANT_SIZES[tensor.kind]
+
     def read(dtype: torch.dtype) -> torch.Tensor:
-        block, block_bytes = GGML_QUANT_SIZES[tensor.kind]
         raw = read_range(path, tensor.offset, tensor.nbytes).numpy()
         flat = torch.empty(math.prod(tensor.shape), dtype=dtype, device="cpu")
         # Blocks are independent, so a run of them is one long row: gguf then works on few large arrays.
@@ -509,8 +523,92 @@ def _stored(
             flat += shift
         return flat.view(tensor.shape)
 
+    def read_codes(dtype: torch.dtype, rows: slice | torch.Tensor | None) -> QuantizedWeight:
+        N, K = tensor.shape
+        width, (first, last) = K // block * block_bytes, (0, N)
+        if interleaved_heads is not None:
+            order = torch.arange(N, device="cpu").view(interleaved_heads, -1, 2).mT.flatten()
+            rows = order if rows is None else order[rows]
+        elif isinstance(rows, slice):
+            (first, last, _), rows = rows.indices(N), None
+        if first >= last:
+            first, last, rows = 0, 1, slice(0)
+        raw = read_range(path, tensor.offset + first * width, (last - first) * width).view(-1, width)
+        return _quantised(f"{path}: {tensor.name}", _KEPT[tensor.kind], raw if rows is None else raw[rows], K, dtype)
+
+    codes = None
+    if tensor.kind in _KEPT and len(tensor.shape) == 2:
+        codes = StoredCodes(_KEPT[tensor.kind], block, read_codes)
     unreadable = None if _dequantisable(tensor.kind) else f"stored as {tensor.kind.name}, which gguf cannot dequantise"
-    return StoredTensor(name, tensor.shape, read, unreadable)
+    return StoredTensor(name, tensor.shape, read, unreadable, codes=codes, stored_as=tensor.kind.name)
+
+
+def _quantised(name: str, format: str, raw: torch.Tensor, K: int, dtype: torch.dtype) -> QuantizedWeight:
+    """uint8 [N, bytes of a row] -> the matrix [N, K] that they are.
+
+    Raises:
+        ValueError: a scale is NaN or infinite.
+    """
+    N, size = len(raw), FORMATS[format].bytes
+    if FORMATS[format].scaled:  # a float16 scale, then the codes of 32 columns; of int4 those of the first half lie low
+        blocks = raw.view(N, K // 32, -1)
+        scales = blocks[..., :2].contiguous().view(torch.float16).flatten(1)
+        codes = torch.empty(N, K * size // FORMATS[format].columns, dtype=torch.uint8, device="cpu")
+        for rows in torch.arange(N, device="cpu").split(max(_CHUNK_ELEMENTS // K, 1)):
+            part = blocks[rows[0] : rows[-1] + 1, :, 2:]
+            if format == "int4":
+                part = torch.cat((part & 15, part >> 4), dim=-1)
+                part = part[..., ::2] | part[..., 1::2] << 4
+            codes[rows[0] : rows[-1] + 1] = part.flatten(1)
+        weight = QuantizedWeight(format, N, K, 32, dtype, codes, scales)
+    else:
+        weight = QuantizedWeight(format, N, K, FORMATS[format].columns, dtype, raw)
+        scales = units(format, raw.view(-1, size))
+    if bad := int((~scales.isfinite()).sum()):
+        raise ValueError(
+            f"{name}: {bad} of {scales.numel()} scales are NaN or infinite; the file is damaged or was quantised with "
+            "a fault: fetch it again, or convert the model anew"
+        )
+    return weight
+
+
+def kept_quantised(
+    stored: Sequence[StoredTensor], specs: Sequence[WeightSpec], dtype: torch.dtype
+) -> list[StoredTensor]:
+    """``stored`` with codes for those matrices alone that can stay as they are; the log says which.
+
+    Others are dequantised: kinds that no operator reads, columns that tensor parallelism cuts within a block, and
+    experts of a layer where one of these applies or that are not of one kind.
+    """
+    wanted = {spec.name: spec for spec in specs}
+    layers: dict[int, dict[str | None, set[tuple[str, int] | None]]] = {}
+    for tensor in stored:
+        if (spec := wanted.get(tensor.name)) is not None and spec.alike is not None:
+            form = None if tensor.codes is None or tensor.cut(spec) else (tensor.codes.format, tensor.codes.group_size)
+            layers.setdefault(id(spec.owner), {}).setdefault(spec.alike, set()).add(form)
+    mixed = {owner for owner, kinds in layers.items() if any(len(k) > 1 or None in k for k in kinds.values())}
+    result, counts = [], {True: Counter[str](), False: Counter[str]()}
+    for tensor in stored:
+        spec = wanted.get(tensor.name)
+        if spec is not None and spec.quantized:
+            why = ""
+            if tensor.codes is not None and tensor.cut(spec):
+                why = " whose blocks tensor parallelism would cut"
+            elif tensor.codes is not None and spec.alike is not None and id(spec.owner) in mixed:
+                why = " beside other experts"
+            if why:
+                tensor = dataclasses.replace(tensor, codes=None)
+            kept = tensor.codes is not None
+            if kept or tensor.stored_as not in ("F32", "F16", "BF16"):
+                counts[kept][f"{tensor.stored_as}{why}"] += 1
+        result.append(tensor)
+    said = {kept: ", ".join(f"{n} {kind}" for kind, n in sorted(found.items())) for kept, found in counts.items()}
+    if any(said.values()):
+        logger.info(
+            "GGUF matrices kept as they are: %s; dequantised to %s: %s",
+            said[True] or "none", str(dtype).removeprefix("torch."), said[False] or "none",
+        )  # fmt: skip
+    return result
 
 
 @functools.cache

@@ -63,6 +63,7 @@ class StoredTensor:
     read_rows: ``read_rows(dtype, rows)``, where it costs less: the same for a slice of the first dimension.
     dtype: as stored; what ``read`` gives for it is bit for bit what the file holds.
     codes: set where the tensor is a matrix that is stored quantised.
+    stored_as: the name of its storage type in a GGUF file.
     unreadable: why the tensor cannot be used (its storage type), or None.
     """
 
@@ -73,6 +74,7 @@ class StoredTensor:
     read_rows: Callable[[torch.dtype, slice], torch.Tensor] | None = None
     dtype: torch.dtype | None = None
     codes: StoredCodes | None = None
+    stored_as: str = ""
 
     def rows(self, dtype: torch.dtype, rows: slice | torch.Tensor | None) -> torch.Tensor:
         """Those rows of the tensor, all of it for None."""
@@ -363,7 +365,8 @@ def match_specs(
 
 
 def _unlike(wanted: dict[str, WeightSpec], stored: Sequence[StoredTensor]) -> list[str]:
-    """Those whose ``alike`` are mostly stored in another format, and those of a layer whose first ones are."""
+    """Those whose ``alike`` are mostly stored in another format, and those of a layer that are float, or not, where its
+    first ones are not, or are."""
     layers: dict[int, dict[str, list[tuple[str, str, str]]]] = {}
     for tensor in stored:
         spec, codes = wanted.get(tensor.name), tensor.codes
@@ -377,7 +380,7 @@ def _unlike(wanted: dict[str, WeightSpec], stored: Sequence[StoredTensor]) -> li
         }
         first = next(iter(usual.values()))
         for alike, tensors in kinds.items():
-            right = usual[alike] if usual[alike][0] == first[0] else first
+            right = usual[alike] if (usual[alike][0] == "float") == (first[0] == "float") else first
             faults += [f"{t[0]} is {t[1]}{t[2]}, others are {right[0]}{right[1]}" for t in tensors if t[1:] != right]
     return faults
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.model_executor.layers.quantization.kv_cache import cached_in_fp8
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.weight_update import HeldForms, drop_weights, move_weights, update_weights
 from vllm.model_executor.models.decoder import DecoderModel
@@ -33,8 +34,9 @@ class CausalLM(nn.Module):
     the decoder.
 
     ``transposed_experts``: how checkpoints stack experts, see ``weight_utils.read_safetensors``.
-    ``ignored_weights``: rotary tables, which are computed; scales of a quantised KV cache or of quantised activations,
-    as both are in the model's dtype here; the value head of a reinforcement learner. So are the
+    ``ignored_weights``: rotary tables, which are computed; scales of a quantised KV cache, which ``load_cache_scales``
+    reads where it is one, or of activations, which are in the model's dtype here or find their own; the value head of
+    a reinforcement learner. So are the
     ``num_nextn_predict_layers`` past the last layer, which predict several tokens at once.
     """
 
@@ -56,6 +58,9 @@ class CausalLM(nn.Module):
             numbers = "|".join(map(str, range(first, first + extra)))
             self.ignored_weights = (*self.ignored_weights, rf"^(\w+\.)*layers\.({numbers})\.")
         self.model = self.model_cls(vllm_config, f"{root}{self.model_prefix}")
+        if vllm_config.cache_config.is_fp8:
+            for layer in cached_in_fp8(self):
+                layer.cache_dtype = torch.float8_e4m3fn
         self.tied = bool(getattr(config, "tie_word_embeddings", False))
         self.lm_head = ParallelLMHead(
             config.vocab_size,

@@ -63,6 +63,7 @@ class Diagnosis:
 
     def __post_init__(self) -> None:
         self._step_runs = self._failed = self._reported = False
+        self.waits_for: list[int] = []
         self._alarm, self._still, self._heard = "", 0, dict[int, tuple[Any, int]]()
         here = identify()[0]
         self._processes = {rank: one[1:] for rank, one in self.peers.items() if here and one[0] == here}
@@ -189,6 +190,7 @@ class Diagnosis:
             waits = waits + 1 if record is not None and record is waited_in else 0
             waited_in = record
             places = self._read_others() if waits > 1 else {}
+            self.waits_for = [] if record is None else self._missing((record.group, record.seq, record.ranks), places)
             busy = self._step_runs or record is not None
             self._alarm = self._alarm or self._on_board(Board.read, "alarm") or ""
             if busy and not self._alarm and (dead := self._who_is_gone(places, record)):
@@ -363,6 +365,11 @@ def uninstall() -> None:
     if _installed is not None:
         _installed.stop()
         _installed = None
+
+
+def waits_for() -> list[int]:
+    """The ranks that this one has waited for in a collective for half a second or more."""
+    return [] if _installed is None else _installed.waits_for
 
 
 @contextmanager

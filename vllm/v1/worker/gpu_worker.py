@@ -28,6 +28,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.debug import watchdog
 from vllm.v1.debug.nan_trace import install_nan_trace
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.metrics.stats import StepCounts
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.transfers import is_host
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -226,6 +227,10 @@ class Worker:
     def num_steps(self) -> int:
         """How many steps were agreed on, counted alike on all ranks."""
         return self.runner.step
+
+    @property
+    def counts(self) -> StepCounts:
+        return self.runner.counts
 
     @property
     def any_unfinished_across_dp(self) -> bool:

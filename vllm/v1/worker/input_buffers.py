@@ -52,7 +52,7 @@ class PersistentBuffer:
         )
         array[:num_unpadded] = values
         array[num_unpadded:num_padded] = self.pad_value
-        return self._upload(num_padded)
+        return self.upload(num_padded)
 
     def fill_columns(self, table: np.ndarray, rows: np.ndarray, num_columns: int, num_padded: int) -> torch.Tensor:
         """As ``fill``, for ``table[rows, :num_columns]``; returns [num_padded, num_columns].
@@ -76,7 +76,8 @@ class PersistentBuffer:
             target.copy_(packed.to(target.device, non_blocking=True))
         return target
 
-    def _upload(self, num_rows: int) -> torch.Tensor:
+    def upload(self, num_rows: int) -> torch.Tensor:
+        """The device's view of rows [0, num_rows), as ``array`` has them."""
         if not self._is_shared:
             self.device[:num_rows].copy_(self.host[:num_rows], non_blocking=True)
         return self.device[:num_rows]

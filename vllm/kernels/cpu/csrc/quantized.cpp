@@ -4,16 +4,40 @@
 
 namespace {
 
+constexpr int ONE_SCALE = 64;  // columns of the inputs with one, where a weight's parts are smaller
 constexpr int64_t AHEAD = 2048;  // bytes ahead of the codes in use, over the panels in use
 
-// What a format has: STEPS, how many products of codes and int8 a half of a 32-bit lane can sum up, 0 for codes of 8
-// bits; OFFSET, the operand that stands for 0; UNIT, the value of 1; operands(), the bytes to multiply of NR rows.
+// What a format has: SPAN, the steps that lie together in BYTES; STEPS, how many products of codes and int8 a half of
+// a 32-bit lane can sum up, 0 for codes of 8 bits; OFFSET, the operand that stands for 0; UNIT, the value of 1; MINIMA
+// and FACTORS as Quantized has them; operands(), the bytes to multiply of NR rows, of step s of a span.
+struct Scaled {
+  static constexpr int SPAN = 1, OFFSET = 0, FACTORS = 0;
+  static constexpr bool MINIMA = false;
+  static constexpr float UNIT = 1.0f;
+};
 
-template <bool TABLE> struct Nibbles {
-  static constexpr int BYTES = 2 * NR, STEPS = TABLE ? 4 : 8, OFFSET = TABLE ? 12 : 8;
-  static constexpr float UNIT = TABLE ? 0.5f : 1.0f;
+template <int HIGH, int ZERO, bool MINIMUM = false, int PARTS = 0> struct Bits : Scaled {
+  static constexpr int SPAN = HIGH ? 4 / HIGH : 1, BYTES = 2 * NR * (SPAN + (HIGH > 0)), STEPS = 8 >> HIGH;
+  static constexpr int OFFSET = ZERO, FACTORS = PARTS;
+  static constexpr bool MINIMA = MINIMUM;
+  static INLINE void operands(const uint8_t* p, int s, vu (&w)[2]) {
+    vu codes = load_bits<vu>(p + s * 2 * NR);
+    w[0] = codes & 0x0f0f0f0fu;
+    w[1] = codes >> 4 & 0x0f0f0f0fu;
+    if constexpr (HIGH > 0) {
+      vu high = load_bits<vu>(p + SPAN * 2 * NR);
+#pragma GCC unroll 2
+      for (int j = 0; j < 2; j++) {
+        const int at = (2 * s + j) * HIGH;
+        w[j] |= (at < 4 ? high << (4 - at) : high >> (at - 4)) & (HIGH == 1 ? 0x10101010u : 0x30303030u);
+      }
+    }
+  }
+};
+struct Mxfp4 : Scaled {
+  static constexpr int BYTES = 2 * NR, STEPS = 4, OFFSET = 12;
+  static constexpr float UNIT = 0.5f;
   static INLINE vu operand(vu nibbles) {
-    if constexpr (!TABLE) return nibbles;
     static const int8_t table[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};  // 12 + 2 * e2m1
 #if defined(__AVX512F__) && defined(__AVX512BW__)
     return (vu)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), (__m512i)nibbles);
@@ -25,24 +49,21 @@ template <bool TABLE> struct Nibbles {
     return nibbles;
 #endif
   }
-  static INLINE void operands(const uint8_t* p, vu (&w)[2]) {
+  static INLINE void operands(const uint8_t* p, int, vu (&w)[2]) {
     vu codes = load_bits<vu>(p);
     w[0] = operand(codes & 0x0f0f0f0fu);
     w[1] = operand(codes >> 4 & 0x0f0f0f0fu);
   }
 };
-using Int4 = Nibbles<false>;
-using Mxfp4 = Nibbles<true>;
-struct Int8 {
-  static constexpr int BYTES = 4 * NR, STEPS = 0, OFFSET = 0;
-  static constexpr float UNIT = 1.0f;
-  static INLINE void operands(const uint8_t* p, vu (&w)[2]) {
+struct Int8 : Scaled {
+  static constexpr int BYTES = 4 * NR, STEPS = 0;
+  static INLINE void operands(const uint8_t* p, int, vu (&w)[2]) {
     w[0] = load_bits<vu>(p);
     w[1] = load_bits<vu>(p + VL * 4);
   }
 };
-struct Fp8 {  // a step is [4][NR] bytes
-  static constexpr int BYTES = 4 * NR, STEPS = -1, OFFSET = 0;
+struct Fp8 : Scaled {  // a step is [4][NR] bytes
+  static constexpr int BYTES = 4 * NR, STEPS = -1;
   // The exponents of e4m3 are float16's and 8 less, so the bits move into place and the unit makes up for that.
   static constexpr float UNIT = 256.0f;
   static INLINE void values(const uint8_t* p, const vf (&)[2], vf (&v)[4][2]) {
@@ -71,12 +92,12 @@ struct Fp8 {  // a step is [4][NR] bytes
 };
 
 // A step of four columns as floats, less their zeros: to be multiplied by UNIT and scale.
-template <class F> INLINE void values(const uint8_t* p, const vf (&zero)[2], vf (&v)[4][2]) {
+template <class F> INLINE void values(const uint8_t* p, int s, const vf (&zero)[2], vf (&v)[4][2]) {
   if constexpr (F::STEPS < 0) {
     F::values(p, zero, v);
   } else {
     vu w[2];
-    F::operands(p, w);
+    F::operands(p, s, w);
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++)
 #pragma GCC unroll 2
@@ -88,10 +109,16 @@ template <class F> INLINE void values(const uint8_t* p, const vf (&zero)[2], vf 
 }
 
 template <class F> void with_format(int64_t format, F&& fn) {
-  if (format == INT4) fn(Int4{});
+  if (format == INT4) fn(Bits<0, 8>{});
   else if (format == INT8) fn(Int8{});
   else if (format == MXFP4) fn(Mxfp4{});
-  else fn(Fp8{});
+  else if (format == FP8) fn(Fp8{});
+  else if (format == Q4_1) fn(Bits<0, 0, true>{});
+  else if (format == Q5_0) fn(Bits<1, 16>{});
+  else if (format == Q5_1) fn(Bits<1, 0, true>{});
+  else if (format == Q4_K) fn(Bits<0, 0, true, 8>{});
+  else if (format == Q5_K) fn(Bits<1, 0, true, 8>{});
+  else fn(Bits<2, 32, false, 16>{});
 }
 
 INLINE vf load_scales(const Quantized& q, const uint8_t* record, int j) {
@@ -99,22 +126,76 @@ INLINE vf load_scales(const Quantized& q, const uint8_t* record, int j) {
   if (q.scale_dtype == BF16) return load((const bf16*)record + j * VL);
   return load((const fp16*)record + j * VL);
 }
+typedef int8_t vb __attribute__((vector_size(VL)));
+INLINE vi load_bytes(const uint8_t* p) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+  return __builtin_convertvector(load_bits<vb>(p), vi);
+#endif
+}
+INLINE vf load_byte_floats(const uint8_t* p) { return __builtin_convertvector(load_bytes(p), vf); }
 template <class F> INLINE vf load_zeros(const Quantized& q, const uint8_t* record, int j) {
-  typedef int8_t vb __attribute__((vector_size(VL)));
-  if (!q.zeros) return splat((float)F::OFFSET);
-  return __builtin_convertvector(load_bits<vb>(record + q.scale_bytes() + j * VL), vf);
+  return q.zeros ? load_byte_floats(record + q.scale_bytes() + j * VL) : splat((float)F::OFFSET);
+}
+INLINE vf load_least(const Quantized& q, const uint8_t* record, int j) {
+  return load((const fp16*)(record + q.scale_bytes()) + j * VL);
+}
+// The factors of a group's first part: NR for each part; the minima's stand after them.
+template <class F> INLINE const uint8_t* factors_of(const Quantized& q, const uint8_t* record) {
+  return record + q.scale_bytes() + (F::MINIMA ? 2 * NR : 0);
 }
 
-// Columns [k0, k1) of one group of a panel as floats [k1 - k0][NR], to be multiplied by UNIT and scale.
+// The floats that decoding gives are to be multiplied by this: by 1 where groups have more than a scale.
+template <class F> constexpr bool scaled_later() { return !F::MINIMA && !F::FACTORS; }
+template <class F> INLINE vf scale_left(const Quantized& q, const uint8_t* record, int j) {
+  return scaled_later<F>() ? load_scales(q, record, j) * splat(F::UNIT) : splat(1.0f);
+}
+// What decoding needs besides codes, of COLUMNS columns or all of a group.
+template <class F> struct Line {
+  static constexpr int COLUMNS = F::FACTORS ? 256 / F::FACTORS : 0;
+  vf zero[2], scale[2], least[2];
+  INLINE Line(const Quantized& q, const uint8_t* record, int64_t k) {
+    for (int j = 0; j < 2; j++) {
+      zero[j] = load_zeros<F>(q, record, j);
+      least[j] = vf{};
+      if constexpr (!scaled_later<F>()) {
+        scale[j] = load_scales(q, record, j);
+        if constexpr (F::MINIMA) least[j] = load_least(q, record, j);
+        if constexpr (F::FACTORS > 0) {
+          const uint8_t* at = factors_of<F>(q, record) + k / COLUMNS * NR + j * VL;
+          scale[j] *= load_byte_floats(at);
+          if constexpr (F::MINIMA) least[j] *= load_byte_floats(at + F::FACTORS * NR);
+        }
+      }
+    }
+  }
+  INLINE void values(const uint8_t* p, int s, vf (&v)[4][2]) const {
+    ::values<F>(p, s, zero, v);
+    if constexpr (!scaled_later<F>())
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; i++) v[i / 2][i % 2] = fma(v[i / 2][i % 2], scale[i % 2], -least[i % 2]);
+  }
+};
+
+// Columns [k0, k1) of one group of a panel as floats [k1 - k0][NR], times scale_left().
 template <class F> void decode_group(const Quantized& q, const uint8_t* panel, int64_t k0, int64_t k1, float* out) {
   const uint8_t* record = panel + k0 / q.group * q.record();
-  const vf zero[2] = {load_zeros<F>(q, record, 0), load_zeros<F>(q, record, 1)};
-  const uint8_t* codes = record + q.head_bytes() + k0 % q.group / 4 * F::BYTES;
-  for (int64_t k = k0; k < k1; k += 4, codes += F::BYTES, out += 4 * NR) {
-    vf v[4][2];
-    values<F>(codes, zero, v);
+  const int64_t first = k0 % q.group;
+  const uint8_t* codes = record + q.head_bytes() + first / (4 * F::SPAN) * F::BYTES;
+  const int64_t columns = F::FACTORS ? Line<F>::COLUMNS : k1 - k0;
+  for (int64_t k = k0; k < k1;) {
+    const Line<F> line(q, record, first + k - k0);
+    for (const int64_t end = k + columns; k < end; k += 4 * F::SPAN, codes += F::BYTES)
+#pragma GCC unroll 4
+      for (int s = 0; s < F::SPAN; s++, out += 4 * NR) {
+        vf v[4][2];
+        line.values(codes, s, v);
 #pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) store(out + i * VL, v[i / 2][i % 2]);
+        for (int i = 0; i < 8; i++) store(out + i * VL, v[i / 2][i % 2]);
+      }
   }
 }
 
@@ -122,29 +203,31 @@ template <class F> void decode_group(const Quantized& q, const uint8_t* panel, i
 template <class F, int PANELS>
 __attribute__((noinline)) void wide_row(const Quantized& q, const uint8_t* panel, const float* x, float* c) {
   const int64_t distance = q.panel(), record = q.record(), head = q.head_bytes();
+  const int64_t columns = F::FACTORS ? Line<F>::COLUMNS : q.group;
   for (int64_t k = 0; k < q.K; k += q.group, panel += record) {
-    vf part[PANELS][2] = {}, zero[PANELS][2];
+    vf part[PANELS][2] = {};
     const int64_t n = q.K - k < q.group ? q.K - k : q.group;
-#pragma GCC unroll 4
-    for (int p = 0; p < PANELS; p++)
-      for (int j = 0; j < 2; j++) zero[p][j] = load_zeros<F>(q, panel + p * distance, j);
     const uint8_t* codes = panel + head;
-    for (int64_t i = 0; i < n; i += 4, codes += F::BYTES)
+    for (int64_t i = 0; i < n;) {
+      const Line<F> first(q, panel, i), last(q, panel + (PANELS - 1) * distance, i);
+      for (const int64_t end = i + columns < n ? i + columns : n; i < end; i += 4 * F::SPAN, codes += F::BYTES)
 #pragma GCC unroll 4
-      for (int p = 0; p < PANELS; p++) {
-        vf v[4][2];
-        values<F>(codes + p * distance, zero[p], v);
-        const int64_t left = n - i;
+        for (int p = 0; p < PANELS; p++)
 #pragma GCC unroll 4
-        for (int s = 0; s < 4; s++)
-          if (s < left)
-            for (int j = 0; j < 2; j++) part[p][j] = fma(splat(x[k + i + s]), v[s][j], part[p][j]);
-      }
+          for (int step = 0; step < F::SPAN; step++) {
+            vf v[4][2];
+            (p ? last : first).values(codes + p * distance, step, v);
+            const int64_t at = i + 4 * step, left = n - at;
+#pragma GCC unroll 4
+            for (int s = 0; s < 4; s++)
+              if (s < left)
+                for (int j = 0; j < 2; j++) part[p][j] = fma(splat(x[k + at + s]), v[s][j], part[p][j]);
+          }
+    }
     for (int p = 0; p < PANELS; p++)
       for (int j = 0; j < 2; j++) {
         float* to = c + p * NR + j * VL;
-        vf scale = load_scales(q, panel + p * distance, j) * splat(F::UNIT);
-        store(to, fma(part[p][j], scale, k ? load(to) : vf{}));
+        store(to, fma(part[p][j], scale_left<F>(q, panel + p * distance, j), k ? load(to) : vf{}));
       }
   }
 }
@@ -152,7 +235,6 @@ __attribute__((noinline)) void wide_row(const Quantized& q, const uint8_t* panel
 // Sums of four products in each 32-bit lane: unsigned codes below 64 times int8, added in 16-bit halves where the
 // machine has no instruction for it; sum_halves() then makes 32-bit sums of them.
 #if (defined(__AVX512VNNI__) && defined(__AVX512BW__)) || (defined(__AVXVNNI__) && !defined(__AVX512BW__))
-#define HAS_DOT 1
 INLINE vi dot_unsigned(vi sum, vu w, vi x) {
 #if defined(__AVX512BW__)
   return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
@@ -194,6 +276,31 @@ INLINE vi dot_signed(vi sum, vu w, vi x) { return dot_unsigned(sum, w ^ 0x808080
 constexpr int SIGNED_OFFSET = 128;
 #endif
 
+#if (defined(__AVX512BW__) && !defined(__AVX512VNNI__)) || \
+    (defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512BW__) && !defined(__AVXVNNI__))
+constexpr bool IN_HALVES = true;
+#else
+constexpr bool IN_HALVES = false;
+#endif
+// sum_halves() of sums, each times its lane's factor.
+INLINE vi load_factor(const uint8_t* p) {
+  vi factor = load_bytes(p);
+  if (!IN_HALVES) return factor;
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512BW__)
+  return (vi)_mm256_blend_epi16((__m256i)factor, _mm256_slli_epi32((__m256i)factor, 16), 0xaa);
+#else
+  return (factor & 0xffff) | factor << 16;
+#endif
+}
+INLINE vi sum_times(vi sum, vi factor) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  if (IN_HALVES) return (vi)_mm512_madd_epi16((__m512i)sum, (__m512i)factor);
+#elif defined(__AVX2__) && defined(__FMA__)
+  if (IN_HALVES) return (vi)_mm256_madd_epi16((__m256i)sum, (__m256i)factor);
+#endif
+  return sum * factor;
+}
+
 // What the sums of operands hold too much for each unit of the inputs' sum, where there are no zeros.
 template <class F> constexpr int offset_of(bool zeros) { return F::STEPS ? (zeros ? 0 : F::OFFSET) : SIGNED_OFFSET; }
 
@@ -202,65 +309,97 @@ __attribute__((noinline)) void dot_columns(const Quantized& q, const uint8_t* pa
                                            float* c) {
   const int64_t blocks = q.blocks(), groups = q.groups(), of_group = q.group / q.block, head = q.head_bytes();
   const int64_t distance = q.panel();
-  const int steps = (int)(q.block / 4);
   const bool zeros = q.zeros;
-  constexpr int MOST = F::STEPS ? F::STEPS : 1 << 30, COLUMNS = 2 * PANELS;
+  // Four steps at a time; MOST: as often until a half may be full. PARTS: blocks of one scale of the inputs, where each
+  // has a factor. What these sums start from is in halves too, so that they end within one: 8 times 127 times 32.
+  constexpr int MOST = F::FACTORS && F::OFFSET ? 1 : F::STEPS ? F::STEPS / 4 : 1 << 30;
+  constexpr int COLUMNS = 2 * PANELS, PARTS = F::FACTORS ? F::FACTORS * ONE_SCALE / 256 : 1;
   vf acc[ROWS][COLUMNS] = {};
   const uint8_t* w = panel;
   int64_t b = 0;
   for (int64_t g = 0; g < groups; g++) {
-    const uint8_t* record = w;
-    vf scale[COLUMNS];
+    const uint8_t *record = w, *factors = factors_of<F>(q, record);
+    vf unit[COLUMNS], least[ROWS][COLUMNS] = {};
     for (int j = 0; j < COLUMNS; j++)
-      scale[j] = load_scales(q, record + j / 2 * distance, j % 2) * splat(F::UNIT);
+      unit[j] = load_scales(q, record + j / 2 * distance, j % 2) * splat(F::UNIT);
     w += head;
-    for (int64_t i = 0; i < of_group; i++, b++) {
-      vi total[ROWS][COLUMNS];
+    for (int64_t i = 0; i < of_group; i += PARTS) {
+      vi total[ROWS][COLUMNS] = {};
       const int8_t* codes[ROWS];
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++) {
         IntegerRow row(x + r * ldx, blocks);
         codes[r] = row.codes + b * q.block;
-        for (int j = 0; j < COLUMNS; j++) total[r][j] = row.start[b] - vi{};
+        if constexpr (!F::FACTORS)
+          for (int j = 0; j < COLUMNS; j++) total[r][j] = row.start[b] - vi{};
       }
-      for (int left = steps; left > 0; left -= MOST) {
-        vi sums[ROWS][COLUMNS] = {};
-        for (int s = left < MOST ? left : MOST; s > 0; s--, w += F::BYTES) {
-          vi four[ROWS];
-#pragma GCC unroll 8
-          for (int r = 0; r < ROWS; r++) {
-            four[r] = load_bits<int32_t>(codes[r]) - vi{};
-            codes[r] += 4;
-          }
-#pragma GCC unroll 4
-          for (int p = 0; p < PANELS; p++) {
-            vu operand[2];
-            __builtin_prefetch(w + p * distance + AHEAD / PANELS);
-            if constexpr (F::BYTES > 64) __builtin_prefetch(w + p * distance + AHEAD / PANELS + 64);
-            F::operands(w + p * distance, operand);
+      for (int part = 0; part < PARTS; part++, b++) {
+        for (int left = (int)(q.block / 16); left > 0; left -= MOST) {
+          vi sums[ROWS][COLUMNS] = {};
+          if constexpr (F::FACTORS && F::OFFSET)
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; r++)
+              for (int j = 0; j < COLUMNS; j++) sums[r][j] = IntegerRow(x + r * ldx, blocks).start[b] - vi{};
+          for (int n = left < MOST ? left : MOST; n > 0; n--) {
+#pragma GCC unroll 4
+            for (int s = 0; s < 4; s++) {
+              vi four[ROWS];
+#pragma GCC unroll 8
+              for (int r = 0; r < ROWS; r++) {
+                four[r] = load_bits<int32_t>(codes[r]) - vi{};
+                codes[r] += 4;
+              }
+#pragma GCC unroll 4
+              for (int p = 0; p < PANELS; p++) {
+                vu operand[2];
+                if (s % F::SPAN == 0)
+#pragma GCC unroll 8
+                  for (int line = 0; line < F::BYTES; line += 64)
+                    __builtin_prefetch(w + p * distance + AHEAD / PANELS + line);
+                F::operands(w + p * distance, s % F::SPAN, operand);
+#pragma GCC unroll 8
+                for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
-              for (int j = 0; j < 2; j++)
-                if constexpr (F::STEPS) sums[r][2 * p + j] = dot_unsigned(sums[r][2 * p + j], operand[j], four[r]);
-                else total[r][2 * p + j] = dot_signed(total[r][2 * p + j], operand[j], four[r]);
+                  for (int j = 0; j < 2; j++)
+                    if constexpr (F::STEPS) sums[r][2 * p + j] = dot_unsigned(sums[r][2 * p + j], operand[j], four[r]);
+                    else total[r][2 * p + j] = dot_signed(total[r][2 * p + j], operand[j], four[r]);
+              }
+              if (s % F::SPAN == F::SPAN - 1) w += F::BYTES;
+            }
+          }
+          for (int j = 0; j < COLUMNS && F::STEPS; j++) {
+            vi factor = F::FACTORS ? load_factor(factors + j / 2 * distance + j % 2 * VL) : vi{};
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; r++)
+              total[r][j] += F::FACTORS ? sum_times(sums[r][j], factor) : sum_halves(sums[r][j]);
           }
         }
-        if constexpr (F::STEPS)
+        if constexpr (F::FACTORS && F::MINIMA)
+          for (int j = 0; j < COLUMNS; j++) {
+            vf factor = load_byte_floats(factors + F::FACTORS * NR + j / 2 * distance + j % 2 * VL);
 #pragma GCC unroll 8
-          for (int r = 0; r < ROWS; r++)
-            for (int j = 0; j < COLUMNS; j++) total[r][j] += sum_halves(sums[r][j]);
+            for (int r = 0; r < ROWS; r++)
+              least[r][j] = fma(factor, splat(IntegerRow(x + r * ldx, blocks).minus_sum[b]), least[r][j]);
+          }
+        factors += NR;
       }
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++) {
         IntegerRow row(x + r * ldx, blocks);
         for (int j = 0; j < COLUMNS; j++) {
-          vf sum = __builtin_convertvector(total[r][j], vf) * splat(row.scale[b]);
-          if (zeros) sum = fma(load_zeros<F>(q, record + j / 2 * distance, j % 2), splat(row.minus_sum[b]), sum);
-          acc[r][j] = fma(sum, scale[j], acc[r][j]);
+          vf sum = __builtin_convertvector(total[r][j], vf) * splat(row.scale[b - 1]);
+          if (zeros) sum = fma(load_zeros<F>(q, record + j / 2 * distance, j % 2), splat(row.minus_sum[b - 1]), sum);
+          acc[r][j] = fma(sum, unit[j], acc[r][j]);
+          if constexpr (F::MINIMA && !F::FACTORS) least[r][j] += splat(row.minus_sum[b - 1]);
         }
       }
     }
+    if constexpr (F::MINIMA)
+      for (int j = 0; j < COLUMNS; j++) {
+        vf from = load_least(q, record + j / 2 * distance, j % 2);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++) acc[r][j] = fma(least[r][j], from, acc[r][j]);
+      }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++)
@@ -293,12 +432,12 @@ INLINE float magnitude(const float* x, int64_t n) {
 // With `fp8_group` fp8 codes, whose scales are of that many columns, become int8 with scales of q's groups.
 struct PackArgs {
   Quantized q;
-  const uint8_t* codes;
+  const uint8_t* codes;  // or blocks, of `block_bytes`
   int64_t row;
   const void* scales;
   const int8_t* zeros;
   uint8_t* out;
-  int64_t fp8_group, fp8_scale_dtype, threads;
+  int64_t fp8_group, fp8_scale_dtype, block_bytes, threads;
 };
 
 float scale_at(const void* scales, int64_t dtype, int64_t i) {
@@ -324,6 +463,69 @@ void fp8_to_int8(const PackArgs& a, const uint8_t* codes, int64_t n, int64_t k0,
   if (most != most) to->bits = 0xffff;
   scale = to_float(*to);
   for (int64_t i = 0; i < n; i++) out[i] = scale > 1.2e-38f ? (int8_t)std::nearbyint(value[i] / scale) : 0;
+}
+
+// One of GGUF's blocks, taken apart.
+struct Block {
+  uint16_t scale, least;  // float16; what to subtract
+  int8_t factors[16], minima[16];
+  uint8_t codes[256];
+};
+uint16_t load_half(const uint8_t* p) { return load_bits<uint16_t>(p); }
+void read_block(int64_t format, const uint8_t* p, Block& b) {
+  if (format == Q6_K) {
+    b.scale = load_half(p + 208);
+    std::memcpy(b.factors, p + 192, 16);
+    for (int k = 0; k < 256; k++) {
+      const int half = k / 128, at = k % 128;
+      const int low = p[half * 64 + at % 64] >> at / 64 * 4 & 15, high = p[128 + half * 32 + at % 32] >> at / 32 * 2 & 3;
+      b.codes[k] = (uint8_t)(low | high << 4);
+    }
+  } else if (format == Q4_K || format == Q5_K) {
+    b.scale = load_half(p), b.least = load_half(p + 2);
+    const uint8_t *s = p + 4, *low = p + (format == Q5_K ? 48 : 16);
+    for (int i = 0; i < 4; i++) {
+      b.factors[i] = s[i] & 63, b.factors[i + 4] = (s[i + 8] & 15) | s[i] >> 6 << 4;
+      b.minima[i] = s[i + 4] & 63, b.minima[i + 4] = s[i + 8] >> 4 | s[i + 4] >> 6 << 4;
+    }
+    for (int k = 0; k < 256; k++) {
+      b.codes[k] = low[k / 64 * 32 + k % 32] >> k / 32 % 2 * 4 & 15;
+      if (format == Q5_K) b.codes[k] |= (p[16 + k % 32] >> k / 32 & 1) << 4;
+    }
+  } else {
+    b.scale = load_half(p);
+    if (format != Q5_0) b.least = load_half(p + 2) ^ 0x8000;  // here it is added
+    const uint8_t* low = p + (format == Q5_0 ? 2 : 4) + (format == Q4_1 ? 0 : 4);
+    for (int k = 0; k < 32; k++) {
+      b.codes[k] = low[k % 16] >> k / 16 * 4 & 15;
+      if (format != Q4_1) b.codes[k] |= (low[k / 8 - 4] >> k % 8 & 1) << 4;
+    }
+  }
+}
+
+// As pack_panel.
+template <class F> void pack_blocks(const PackArgs& a, int64_t n0, uint8_t* out) {
+  const Quantized& q = a.q;
+  const int64_t groups = q.groups(), bytes = a.block_bytes;
+  Block b;
+  std::memset(out, 0, q.panel());
+  for (int64_t j = 0; j < NR && n0 + j < q.N; j++)
+    for (int64_t g = 0; g < groups; g++) {
+      read_block(q.format, a.codes + (n0 + j) * a.row + g * bytes, b);
+      uint8_t *record = out + g * q.record(), *at = record + q.scale_bytes(), *codes = record + q.head_bytes();
+      std::memcpy(record + j * 2, &b.scale, 2);
+      if (F::MINIMA) std::memcpy(at + j * 2, &b.least, 2), at += 2 * NR;
+      for (int i = 0; i < F::FACTORS; i++) {
+        at[i * NR + j] = (uint8_t)b.factors[i];
+        if (F::MINIMA) at[(F::FACTORS + i) * NR + j] = (uint8_t)b.minima[i];
+      }
+      for (int64_t k = 0; k < q.group; k++) {
+        uint8_t* span = codes + k / (4 * F::SPAN) * F::BYTES + j % VL * 4 + k % 4;
+        const int s = (int)(k / 4 % F::SPAN), half = (int)(j / VL);
+        span[s * 2 * NR] |= (b.codes[k] & 15) << 4 * half;
+        if (F::SPAN > 1) span[F::SPAN * 2 * NR] |= b.codes[k] >> 4 << (2 * s + half) * (4 / F::SPAN);
+      }
+    }
 }
 
 // One panel, whose first row of the weight is n0. Rows past N get scale 0.
@@ -368,9 +570,9 @@ template <class F, class T> void unpack_row(const Quantized& q, int64_t n, T* ou
   for (int64_t k = 0; k < q.K;) {
     int64_t end = std::min({k + COLUMNS, k / q.group * q.group + q.group, q.K});
     decode_group<F>(q, panel, k, k + (end - k + 3) / 4 * 4, wide);
-    float scale = load_scales(q, panel + k / q.group * q.record(), j / VL)[j % VL];
+    float scale = scale_left<F>(q, panel + k / q.group * q.record(), j / VL)[j % VL];
     for (const float* v = wide + j; k < end; k++, v += NR)
-      store_part(out + (q.order ? q.order[k] : k), splat(*v * F::UNIT * scale), 1);
+      store_part(out + (q.order ? q.order[k] : k), splat(*v * scale), 1);
   }
 }
 
@@ -413,7 +615,7 @@ void wide_tiles(const Quantized& q, int rows, int panels, const uint8_t* panel, 
         });
       }
       for (int64_t j = 0; j < ldc; j += VL) {
-        vf scale = load_scales(q, panel + j / NR * q.panel() + g * q.record(), j % NR / VL) * splat(F::UNIT);
+        vf scale = scale_left<F>(q, panel + j / NR * q.panel() + g * q.record(), j % NR / VL);
         for (int64_t r = 0; r < rows; r++) {
           float* to = c + r * ldc + j;
           store(to, fma(load(part + r * ldc + j), scale, g ? load(to) : vf{}));
@@ -427,14 +629,17 @@ void wide_tiles(const Quantized& q, int rows, int panels, const uint8_t* panel, 
 void round_to_int8(const Quantized& q, const float* x, char* out) {
   int offset = 0;
   with_format(q.format, [&](auto f) { offset = offset_of<decltype(f)>(q.zeros); });
+  const bool halves = IN_HALVES && q.factors();
+  const int64_t same = q.factors() ? ONE_SCALE / q.block : 1;  // blocks
   const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, ties to even
   IntegerRow row(out, q.blocks());
   const bool whole = q.activations == TO_INT8;
   const float most = whole ? magnitude(x, q.padded()) : 0;
+  float largest = 0;
   for (int64_t b = 0; b < q.blocks(); b++) {
     const float* from = x + b * q.block;
     int8_t* to = (int8_t*)row.codes + b * q.block;
-    float largest = whole ? (most < 1e-12f ? 1e-12f : most) : magnitude(from, q.block);
+    if (b % same == 0) largest = whole ? (most < 1e-12f ? 1e-12f : most) : magnitude(from, same * q.block);
     float scale = largest / 127.0f, inverse = largest > 1e-36f ? 127.0f / largest : 0.0f;
     vi total = {};
     if (largest != largest) std::memset(to, 0, q.block);
@@ -442,7 +647,6 @@ void round_to_int8(const Quantized& q, const float* x, char* out) {
       for (int64_t k = 0; k < q.block; k += VL) {
         vf v = load(from + k);
         vi n = (vi)((whole ? v / splat(scale) : v * splat(inverse)) + magic) - (vi)magic;
-        typedef int8_t vb __attribute__((vector_size(VL)));
         store_bits(to + k, __builtin_convertvector(n, vb));
         total += n;
       }
@@ -451,6 +655,11 @@ void round_to_int8(const Quantized& q, const float* x, char* out) {
     ((float*)row.scale)[b] = scale;
     ((float*)row.minus_sum)[b] = -scale * (float)sum;
     ((int32_t*)row.start)[b] = -offset * sum;
+    if (halves) {
+      int32_t half[2] = {};
+      for (int64_t k = 0; k < q.block; k++) half[k / 2 % 2] += to[k];
+      ((int32_t*)row.start)[b] = (-offset * half[0] & 0xffff) | -offset * half[1] * 65536;
+    }
   }
 }
 
@@ -476,7 +685,11 @@ EXPORT int64_t vc_quantized_panel(const Quantized* q) { return q->panel(); }
 
 EXPORT int vc_pack_quantized(const PackArgs* a) {
   for_range((int)a->threads, (a->q.N + NR - 1) / NR, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t p = begin; p < end; p++) pack_panel(*a, p * NR, a->out + p * a->q.panel());
+    for (int64_t p = begin; p < end; p++) {
+      uint8_t* out = a->out + p * a->q.panel();
+      if (!a->block_bytes) pack_panel(*a, p * NR, out);
+      else with_format(a->q.format, [&](auto f) { pack_blocks<decltype(f)>(*a, p * NR, out); });
+    }
   });
   return 0;
 }

@@ -3,7 +3,9 @@
 //
 // A matrix lies in panels of NR rows of the weight. A panel is one record for each group of columns: the scales of
 // the NR rows, their zeros if there are any, and the codes. Codes come in steps of four columns, so that a 32-bit lane
-// holds (the places of) the four codes of one row.
+// holds (the places of) the four codes of one row. GGUF's blocks have a group each: after the scales, float16, minima
+// to subtract; where these are but units, integer factors of 16 or 32 columns each; bits past a code's fourth, of all
+// steps of a span, after the span's first four.
 //
 // Two ways to multiply, chosen when the weight is packed, so that a row meets the same arithmetic in every batch:
 // - wide: codes become floats in the cache, the register tile of gemm.h multiplies. Exact to float32's roundings.
@@ -13,7 +15,7 @@
 
 #include "gemm.h"
 
-enum Format { INT4, INT8, FP8, MXFP4 };
+enum Format { INT4, INT8, FP8, MXFP4, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K };
 enum Rounding { AS_THEY_ARE, TO_INT8, TO_FP8 };
 
 // As Python packs it, 8 bytes a field.
@@ -27,8 +29,16 @@ struct Quantized {
   int64_t padded() const { return groups() * group; }
   int64_t blocks() const { return padded() / block; }
   int64_t scale_bytes() const { return NR * (scale_dtype == FP32 ? 4 : 2); }
-  int64_t step_bytes() const { return NR * (format == INT4 || format == MXFP4 ? 2 : 4); }
-  int64_t head_bytes() const { return scale_bytes() + (zeros ? NR : 0); }
+  int64_t bits() const {
+    if (format == INT8 || format == FP8) return 8;
+    return format == Q6_K ? 6 : format == Q5_0 || format == Q5_1 || format == Q5_K ? 5 : 4;
+  }
+  int64_t step_bytes() const { return NR * bits() / 2; }
+  bool minima() const { return format == Q4_1 || format == Q5_1 || format == Q4_K || format == Q5_K; }
+  int64_t factors() const { return format == Q6_K ? 16 : format >= Q4_K ? 8 : 0; }  // of a group
+  int64_t head_bytes() const {
+    return scale_bytes() + (zeros ? NR : 0) + (minima() ? 2 * NR : 0) + factors() * (minima() ? 2 : 1) * NR;
+  }
   int64_t record() const { return head_bytes() + group / 4 * step_bytes(); }
   int64_t panel() const { return groups() * record(); }
 };
