@@ -17,8 +17,8 @@ import msgspec
 from vllm import LLMEngine, RequestOutput, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.metrics.stats import rank_stats
 from vllm.v1.engine.messages import Add, params_on_the_wire
+from vllm.v1.metrics.stats import rank_stats
 
 
 class InlineEngine:

@@ -36,8 +36,8 @@ from vllm.entrypoints.openai.protocol import (
 from vllm.entrypoints.openai.serving import Job, Serving, clean_id, with_errors
 from vllm.entrypoints.openai.serving_chat import ServingChat
 from vllm.entrypoints.openai.serving_completion import ServingCompletion
-from vllm.entrypoints.openai.watch import watch_router
 from vllm.entrypoints.openai.serving_responses import ResponsesRequest, ServingResponses
+from vllm.entrypoints.openai.watch import watch_router
 from vllm.inputs import check_text
 from vllm.logger import init_logger
 
