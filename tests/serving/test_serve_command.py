@@ -61,7 +61,7 @@ def test_options_of_a_file_give_way_to_the_command_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("tensor-paralel-size: 2", "no option 'tensor_paralel_size'; did you mean 'tensor_parallel_size'"),
+        ("tensor-paralel-size: 2", "no option 'tensor_paralel_size'; the nearest is 'tensor_parallel_size'"),
         ("- a\n- b", "holds no names with values"),
         ("a: [", "serve.yaml"),
     ],

@@ -257,9 +257,9 @@ class AsyncLLM:
         return None if self.ranks.dead is None else EngineDeadError(self.ranks.dead)
 
     async def check_health(self) -> None:
-        """Raises ``EngineDeadError`` where the engine is lost, or its ranks are being started again."""
-        if self.ranks.dead is not None:
-            raise EngineDeadError(self.ranks.dead)
+        """Raises ``EngineDeadError`` where the engine is lost or shut down, or its ranks are being started again."""
+        if self.ranks.dead is not None or self.ranks.has_ended:
+            raise EngineDeadError(self.ranks.dead or "the engine was shut down")
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Take no more requests, let those that run end for ``timeout`` seconds (None: as long as they take), and
