@@ -192,7 +192,7 @@ def test_sigterm_drains_and_ends_well(model: str) -> None:
         rest = response.read().decode()
         assert first.startswith(b"data: {")
         assert rest.rstrip().endswith("data: [DONE]")
-        assert rest.count("data: {") >= 190
+        assert '"finish_reason":"length"' in rest
         assert process.wait(30) == 0
         assert not [pid for pid in pids if served.alive(pid)]
         with pytest.raises(OSError):
