@@ -159,6 +159,9 @@ def test_a_fault_of_the_field_is_found(name: str) -> None:
 def test_the_toy_agrees_as_the_engine_does(dp: int) -> None:
     for votes in itertools.product([Vote(0, False, True), Vote(0, True, False), Vote(3, True, True)], repeat=dp):
         own = decide(votes)
-        real = agree([DPVote(v.tokens, v.tokens, 0, int(v.unfinished), 7, 0) for v in votes], dp_rank=0)
+        real = agree(
+            [DPVote(v.tokens, v.tokens, 0, int(v.unfinished), 7, 0, stopping=int(v.stopping)) for v in votes], dp_rank=0
+        )
         assert (own.sizes if any(own.sizes) else (0,) * dp) == real.num_tokens_padded_across_dp
-        assert (own.any_unfinished, bool(own.sizes)) == (real.any_unfinished, real.should_run)
+        assert own[1:3] == (real.any_unfinished, real.all_stopping)
+        assert bool(own.sizes) == real.should_run
