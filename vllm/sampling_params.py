@@ -255,7 +255,7 @@ class SamplingParams:
                 raise ValueError("allowed_token_ids=[] allows nothing; name at least one token or leave it out")
         if self.logit_bias is not None:
             self.logit_bias = _bias(self.logit_bias)
-        self.structured_outputs = _structured(self.structured_outputs)
+        self.structured_outputs = structured_params(self.structured_outputs)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is True:
@@ -345,7 +345,8 @@ class SamplingParams:
         return f"SamplingParams({', '.join(f'{k}={v!r}' for k, v in shown.items() if v != defaults[k])})"
 
 
-def _structured(given: Any) -> StructuredOutputsParams | None:
+def structured_params(given: Any) -> StructuredOutputsParams | None:
+    """``given`` may be a dict of the fields; raises ``ValueError`` for one that is none of them."""
     if given is None or given == {} or isinstance(given, StructuredOutputsParams):
         return given or None
     if not isinstance(given, dict):

@@ -9,6 +9,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from vllm.entrypoints.openai.chat_answer import structure_of
 from vllm.entrypoints.openai.errors import APIError
 from vllm.entrypoints.openai.protocol import CompletionRequest
 from vllm.entrypoints.openai.serving import Job, Serving, Usage, choice_end, finite, prompt_logprobs_json
@@ -32,6 +33,7 @@ class ServingCompletion:
             serving.defaults,
             max_tokens=1 if request.max_tokens == 0 else request.max_tokens,
             logprobs=request.logprobs,
+            structured_outputs=structure_of(request),
             # The log-probabilities of an echoed prompt are those of its tokens.
             **({"prompt_logprobs": request.logprobs} if request.echo and request.prompt_logprobs is None else {}),
         )
