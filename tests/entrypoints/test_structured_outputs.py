@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -19,10 +20,11 @@ from hypothesis import strategies as st
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.messages import Add, params_from_the_wire, params_on_the_wire
 from vllm.v1.request import Request
 from vllm.v1.sample.metadata import AllowedTokens, SamplingMetadata
 from vllm.v1.sample.sampler import process_logits
-from vllm.v1.structured_output import MAX_GRAMMAR_BYTES, Grammars
+from vllm.v1.structured_output import MAX_GRAMMAR_BYTES, Grammars, as_text
 
 EOS, USER, ASSISTANT = 257, 258, 259  # of the byte tokenizer
 PERSON = {
@@ -316,6 +318,15 @@ def test_parameters_as_a_dict_and_unknown_ones() -> None:
         SamplingParams(structured_outputs="a")
     with pytest.raises(NotImplementedError, match="structural_tag"):
         StructuredOutputsParams(structural_tag="{}")
+
+
+def test_over_the_wire() -> None:
+    given = held(3, json=PERSON, disable_any_whitespace=True, thinking_ends=7)
+    given.structured_outputs = as_text(given.structured_outputs)  # type: ignore[arg-type]
+    data = msgspec.msgpack.encode(Add("r", [1], params_on_the_wire(given)))
+    there = params_from_the_wire(msgspec.msgpack.decode(data, type=Add).params)
+    assert there.structured_outputs == given.structured_outputs
+    assert json.loads(there.structured_outputs.json) == PERSON  # type: ignore[arg-type,union-attr]
 
 
 def test_without_a_tokenizer(tiny_llama: Path) -> None:

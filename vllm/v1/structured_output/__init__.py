@@ -125,16 +125,6 @@ class Grammars:
 
         return cls(load)
 
-    def warm_up(self) -> None:
-        """Make the tokenizer beside what the caller does next; who needs it earlier waits for it."""
-        threading.Thread(target=self._try_to_make, name="grammar tokenizer", daemon=True).start()
-
-    def _try_to_make(self) -> None:
-        try:
-            self._tokenizer()
-        except ValueError:  # said again to the request that needs it
-            return
-
     def _tokenizer(self) -> Any:
         """llguidance's, with an end of its own: which tokens end a request is each request's matter."""
         with _making:
