@@ -366,13 +366,14 @@ def test_a_token_outside_is_an_internal_error() -> None:
 
 def test_masked_logits_beside_a_loop(nan_poison: None) -> None:
     torch.manual_seed(0)
-    logits, V = torch.randn(5, 75, dtype=torch.bfloat16), 75
-    words = torch.randint(-(2**31), 2**31 - 1, (2, 3)).to(torch.int32)
-    rows = torch.tensor([3, 0])
+    logits, V = torch.randn(70, 75, dtype=torch.bfloat16), 75
+    words = torch.randint(-(2**31), 2**31 - 1, (66, 3)).to(torch.int32)
+    rows = torch.randperm(70)[:66]  # more than are taken at once
+    place = {row: i for i, row in enumerate(rows.tolist())}
     found = process_logits(logits, SamplingMetadata(grammar=AllowedTokens(rows, words)))
-    for row in range(5):
+    for row in range(70):
         for token in range(V):
-            forbidden = row in (3, 0) and not int(words[[3, 0].index(row), token // 32]) >> (token % 32) & 1
+            forbidden = row in place and not int(words[place[row], token // 32]) >> (token % 32) & 1
             assert found[row, token] == (-torch.inf if forbidden else logits[row, token].float())
 
 
@@ -430,3 +431,41 @@ def test_over_ranks(tmp_path: Path, tp: int, dp: int) -> None:
         assert kind != 0 or re.fullmatch("[a-f]{3,20}[0-9]", text)
         assert kind != 1 or fits(ASCII, json.loads(text))
         assert kind != 2 or text in ("left", "right")
+
+
+def first_tokens(tokenizer: Any, names: list[str], **structured: Any) -> set[str]:
+    return {names[t] for t in allowed(matcher_of(tokenizer, **structured), len(names)) if t < len(names)}
+
+
+def test_sentencepiece_of_a_gguf_file(tmp_path: Path) -> None:
+    from test_gguf_tokenizers import VOCABULARY, sentencepiece
+
+    tokenizer = sentencepiece(tmp_path / "m.gguf")
+    assert first_tokens(tokenizer, VOCABULARY, choice=["hello"]) == {"h", "hello", "<0x68>"}
+    assert first_tokens(tokenizer, VOCABULARY, choice=[" hi"]) == {"▁", "▁h", "▁hi", "<0x20>"}
+    assert first_tokens(tokenizer, VOCABULARY, choice=["é"]) == {"<0xC3>"}
+    assert first_tokens(tokenizer, VOCABULARY, regex="h?") == {"h", "<0x68>", "</s>"}
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "qwen2", "llama-bpe"])
+def test_byte_level_of_a_gguf_file(tmp_path: Path, pre: str) -> None:
+    """The tokenizer's own way to write a text is allowed, token by token, and then the end."""
+    from test_gguf_tokenizers import CORPUS, converted, trained
+
+    from vllm.tokenizers import get_tokenizer
+
+    tokenizer = get_tokenizer(converted(tmp_path / "m.gguf", trained(pre), pre))
+    for text in CORPUS[:3]:
+        matcher = matcher_of(tokenizer, choice=[text, "no"])
+        for token in tokenizer(text, add_special_tokens=False).input_ids:
+            assert token in allowed(matcher, len(tokenizer))
+            assert matcher.take(token, False)
+        assert allowed(matcher, len(tokenizer)) == [tokenizer.eos_token_id]
+
+
+def test_a_slow_tokenizer_is_refused() -> None:
+    class Slow:
+        eos_token_id = 0
+
+    with pytest.raises(ValueError, match=r"fast tokenizer.*tokenizer_mode='slow'"):
+        Grammars(Slow).check(StructuredOutputsParams(regex="a"))
