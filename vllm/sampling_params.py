@@ -275,7 +275,7 @@ class SamplingParams:
         elif self.temperature < _LOWEST_TEMPERATURE:
             logger.warning("temperature=%s is raised to %s, the lowest", self.temperature, _LOWEST_TEMPERATURE)
             self.temperature = _LOWEST_TEMPERATURE
-        self.top_k = max(self.top_k, 0)
+        self.top_k = min(max(self.top_k, 0), 2**31 - 1)  # more than any vocabulary: off
 
     def _check_numbers(self) -> None:
         _integer("n", self.n, f"from 1 to {_MAX_N}", lambda v: 1 <= v <= _MAX_N)

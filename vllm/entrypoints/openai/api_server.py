@@ -37,6 +37,7 @@ from vllm.entrypoints.openai.serving import Job, Serving, clean_id, with_errors
 from vllm.entrypoints.openai.serving_chat import ServingChat
 from vllm.entrypoints.openai.serving_completion import ServingCompletion
 from vllm.entrypoints.openai.serving_responses import ResponsesRequest, ServingResponses
+from vllm.entrypoints.openai.watch import watch_router
 from vllm.inputs import check_text
 from vllm.logger import init_logger
 
@@ -46,7 +47,7 @@ _T = TypeVar("_T")
 _Body = TypeVar("_Body", bound=BaseModel)
 
 # Probes and scrapers have no key, and learn nothing of anyone's text.
-OPEN_PATHS = {"/health", "/ping", "/version", "/metrics"}
+OPEN_PATHS = {"/health", "/ping", "/version", "/metrics", "/", "/ranks"}
 
 
 class ClientLeft(Exception):
@@ -251,6 +252,7 @@ def build_app(engine: EngineClient, args: FrontendArgs) -> FastAPI:
         return JSONResponse({"server_load": app.state.server_load - 1})  # without this request
 
     _add_tokenize(app, serving)
+    app.include_router(watch_router(engine, serving.model_names[0]))
 
     async def show(raw: Request, error: Exception) -> Response:
         return as_api_error(error).response()

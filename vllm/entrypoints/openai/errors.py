@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from vllm.logger import init_logger
-from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 logger = init_logger(__name__)
 
@@ -69,11 +69,11 @@ def as_api_error(error: BaseException) -> APIError:
         given = "" if nearest["type"] in ("missing", "json_invalid") else f"; given: {repr(nearest['input'])[:200]}"
         name = str(field[0]) if field else None
         return APIError(400, f"{name + ': ' if name else ''}{nearest['msg']}{given}", name)
-    if isinstance(error, EngineDeadError):
-        return APIError(503, f"the engine is lost: {error}")
+    if isinstance(error, EngineDeadError | EngineGenerateError):
+        return APIError(503, f"the engine gives no answer: {error}")
     if isinstance(error, NotImplementedError):
         return APIError(501, str(error), _named(str(error)))
-    if isinstance(error, ValueError):
+    if isinstance(error, ValueError | OverflowError):
         return APIError(400, str(error), _named(str(error)))
     logger.error("a request failed", exc_info=error)
     return APIError(500, f"internal error: {type(error).__name__}; the server's log has more")
