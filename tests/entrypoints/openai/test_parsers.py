@@ -137,9 +137,9 @@ def test_whole_and_by_character(maker: str, text: str, expected: dict[str, Any])
 
 
 FRAGMENTS = [
-    "<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f", "arguments": ', '{"a": "</tool_call>"}', "}",
-    "{", '"', "\\", "<function=f>", "<parameter=x>", "</parameter>", "</function>", "\n", " ", "text", "é", "<",
-    ",", '{"arguments": {}, "name": "f"}', CALL,
+    "<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f", "arguments": ', '{"a": "</tool_call>"}',
+    "}", "{", '"', "\\", "<function=f>", "<parameter=x>", "</parameter>", "</function>", "\n", " ", "text", "é",
+    "<", "[", "]", ",", '{"arguments": {}, "name": "f"}', CALL,
 ]  # fmt: skip
 
 
