@@ -159,10 +159,11 @@ def test_rows_do_not_touch_each_other(llm: Any) -> None:
     """Free rows and rows of a grammar in one batch get what they get alone; and log-probabilities are the model's."""
     free = SamplingParams(temperature=1.0, max_tokens=20, seed=5, ignore_eos=True, logprobs=5)
     bound = held(3, regex=REGEX, logprobs=5)
-    alone = [run(llm, params)[0] for params in (free, bound)]
-    together = run(llm, bound, free, bound, free)
-    assert [c.token_ids for c in together] == [alone[1].token_ids, alone[0].token_ids] * 2
-    first_free, first_bound = (sorted(c.logprobs[0].items()) for c in alone)
+    other = held(3, regex="[xyz]{9}")
+    alone = [run(llm, params)[0] for params in (free, bound, other)]
+    together = run(llm, bound, free, other, free)
+    assert [c.token_ids for c in together] == [alone[i].token_ids for i in (1, 0, 2, 0)]
+    first_free, first_bound = (sorted(c.logprobs[0].items()) for c in alone[:2])
     likeliest = {t: lp.logprob for t, lp in first_free if lp.rank <= 5}
     assert {t: lp.logprob for t, lp in first_bound if lp.rank <= 5} == pytest.approx(likeliest)
 

@@ -263,9 +263,7 @@ class SamplingState:
             words = self._words.array
             for i, (_, matcher) in enumerate(matching):
                 matcher.fill(words[i])
-            return AllowedTokens(
-                self._tensor([r for r, _ in reversed(matching)], torch.int64), self._words.upload(len(matching))
-            )
+            return AllowedTokens(self._tensor([r for r, _ in matching], torch.int64), self._words.upload(len(matching)))
 
     def _entries(self, pairs: Iterable[tuple[int, int]]) -> TokenEntries:
         rows, tokens = self._tensor(list(zip(*pairs, strict=True)), torch.int64)
