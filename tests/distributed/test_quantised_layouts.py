@@ -7,6 +7,8 @@ import re
 
 import launcher
 import pytest
+import tiny_deepseeks  # noqa: F401  its checkpoints are among tiny_models'
+import tiny_fp8_caches as fp8_caches
 import tiny_quantised as quantised
 from layout_checks import check, rank_llm
 
@@ -24,6 +26,13 @@ pytestmark = pytest.mark.multiprocess
 )
 def test_layout(name: str, tp: int, dp: int, ep: bool) -> None:
     check(quantised, name, tp, dp, ep, "cpu", ["b60", "idle-rank"], 0.001)
+
+
+@pytest.mark.parametrize("name", ["mixtral", pytest.param("v3", marks=pytest.mark.slow)])
+def test_layout_over_an_fp8_cache(name: str) -> None:
+    """The scales of a layer are one number on all ranks; the tokens are those of a cache that the test rounds."""
+    loads = ["b60", "idle-rank", "far-apart"]
+    check(fp8_caches, name, 2, 2, True, "cpu", loads, 0.001, options={"kv_cache_dtype": "fp8"})
 
 
 def test_experts_that_move_take_the_order_of_their_columns_along() -> None:

@@ -12,9 +12,12 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
+
 from vllm import LLMEngine, RequestOutput, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.messages import Add, params_on_the_wire
 from vllm.v1.metrics.stats import rank_stats
 
 
@@ -169,6 +172,9 @@ class InlineEngine:
             self._give(request_id, self.dead_error)
             return
         try:
+            # What is given can also travel to a rank of another process.
+            checked = self._engine.input_processor.process_inputs(prompt, params)
+            msgspec.msgpack.encode(Add(request_id, checked.prompt_token_ids, params_on_the_wire(checked.params)))
             self._engine.add_request(request_id, prompt, params)
         except Exception as error:
             self._give(request_id, error)

@@ -10,6 +10,12 @@ from typing import NoReturn
 from vllm.utils.suggestions import nearest
 
 
+def _serve(argv: Sequence[str]) -> int:
+    from vllm.entrypoints.cli.serve import main
+
+    return main(argv)
+
+
 def _throughput(argv: Sequence[str]) -> int:
     from vllm.entrypoints.cli.benchmark import throughput
 
@@ -62,6 +68,7 @@ def _doctor(argv: Sequence[str]) -> int:
 
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "serve": (_serve, "an OpenAI server in front of all ranks, on one machine or several"),
     "chat": (_chat, "talk to a model that is served, in this terminal"),
     "complete": (_complete, "let a model that is served continue texts"),
     "bench serve": (_bench_serve, "latencies and tokens per second of a running server"),

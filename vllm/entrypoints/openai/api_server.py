@@ -36,6 +36,7 @@ from vllm.entrypoints.openai.protocol import (
 from vllm.entrypoints.openai.serving import Job, Serving, clean_id, with_errors
 from vllm.entrypoints.openai.serving_chat import ServingChat
 from vllm.entrypoints.openai.serving_completion import ServingCompletion
+from vllm.entrypoints.openai.serving_responses import ResponsesRequest, ServingResponses
 from vllm.entrypoints.openai.watch import watch_router
 from vllm.inputs import check_text
 from vllm.logger import init_logger
@@ -201,6 +202,16 @@ def build_app(engine: EngineClient, args: FrontendArgs) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def chat_completions(raw: Request) -> Response:
         return await complete(raw, await read_body(raw, ChatCompletionRequest), chat)
+
+    responses = ServingResponses(chat)
+
+    @app.post("/v1/responses")
+    async def create_response(raw: Request) -> Response:
+        request = await read_body(raw, ResponsesRequest)
+        job = await responses.make_job(raw, request)
+        if request.stream:
+            return EventStream(responses.chunks(request, job))
+        return JSONResponse(await until_left(raw.receive, responses.answer(request, job)))
 
     def card(name: str) -> dict[str, Any]:
         return {

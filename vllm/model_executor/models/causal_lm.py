@@ -35,9 +35,8 @@ class CausalLM(nn.Module):
 
     ``transposed_experts``: how checkpoints stack experts, see ``weight_utils.read_safetensors``.
     ``ignored_weights``: rotary tables, which are computed; scales of a quantised KV cache, which ``load_cache_scales``
-    reads where it is one, or of activations, which are in the model's dtype here or find their own; the value head of
-    a reinforcement learner. So are the
-    ``num_nextn_predict_layers`` past the last layer, which predict several tokens at once.
+    reads where it is one, or of activations, which are in the model's dtype here; the value head of a reinforcement
+    learner. So are the ``num_nextn_predict_layers`` past the last layer, which predict several tokens at once.
     """
 
     model_cls: ClassVar[type[DecoderModel]]

@@ -98,15 +98,14 @@ class AsyncLLM:
         Raises ``ValueError`` for arguments that cannot work, ``EngineDeadError`` where the ranks do not come up.
         """
         config = engine_args.create_engine_config()
-        launch = Launch(
-            arguments_as_json(engine_args),
-            config.parallel_config.world_size,
-            nnodes,
-            node_rank,
-            master_addr,
-            master_port,
-            max_restarts,
-            silence_timeout(),
+        launch = make_launch(
+            engine_args,
+            config,
+            nnodes=nnodes,
+            node_rank=node_rank,
+            master_addr=master_addr,
+            master_port=master_port,
+            max_restarts=max_restarts,
         )
         return cls(config, engine_args.get_generation_config(config.model_config), launch)
 
@@ -273,6 +272,12 @@ class AsyncLLM:
 def _deliver(outputs: list[tuple[_Client, RequestOutput | Exception]]) -> None:
     for client, output in outputs:
         client.queue.put_nowait(output)
+
+
+def make_launch(engine_args: EngineArgs, config: VllmConfig, **options: Any) -> Launch:
+    return Launch(
+        arguments_as_json(engine_args), config.parallel_config.world_size, silence_s=silence_timeout(), **options
+    )
 
 
 def arguments_as_json(engine_args: EngineArgs) -> dict[str, Any]:

@@ -166,7 +166,7 @@ class OutputProcessor:
         if taken:
             raise ValueError(f"request_id={taken[0]!r} is in use; wait for its end, abort it or take another id")
         eos_token_id = None if params.ignore_eos else getattr(self._tokenizer, "eos_token_id", None)
-        has_end_tokens = eos_token_id is not None or bool(params.stop_token_ids)
+        has_end_tokens = not params.structured_outputs or eos_token_id is not None or bool(params.stop_token_ids)
         completions = []
         for index, (_, child_params) in enumerate(children):
             detokenizer = None

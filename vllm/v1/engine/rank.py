@@ -29,7 +29,7 @@ from vllm.logger import init_logger
 from vllm.v1.debug import watchdog
 from vllm.v1.engine.channel import Channel, Waker, connect
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.engine.launch import FRONT_END, die_with_the_agent
+from vllm.v1.engine.launch import FRONT_END, die_with_the_agent, leave
 from vllm.v1.engine.messages import Alive, Failed, Hello, Message, Outputs, Ready, params_from_the_wire
 from vllm.v1.engine.protocol import Commands, RankProtocol, Silence
 from vllm.v1.metrics.stats import rank_stats
@@ -225,3 +225,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+    leave(0)

@@ -97,14 +97,6 @@ INLINE vf load(const fp16* p) {
 #endif
 }
 
-// The exponents of e4m3 are float16's and 8 less, so the bits move into place and a factor makes up for that.
-INLINE vf load(const e4m3* p) {
-  vh h = __builtin_convertvector(load_bits<vb>(p), vh) << 7;
-  h += h & 0x4000;  // the sign one place up
-  vu nan = widen((h & 0x3f80) == 0x3f80 ? vh{} + 0x7fc0 : vh{}) << 16;
-  return (vf)((vu)(load((const fp16*)&h) * 256.0f) | nan);
-}
-
 INLINE void store(float* p, vf v) { store_bits(p, v); }
 INLINE vu round_bf16(vf v) {  // the upper half of each word is v rounded to nearest even; a NaN stays one
   vu u = (vu)v;
