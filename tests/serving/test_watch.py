@@ -63,7 +63,7 @@ async def watch(llm: AsyncLLM) -> None:
         families = text_string_to_metric_families(text)
         return next(s.value for family in families for s in family.samples if (s.name, s.labels) == (name, wanted))
 
-    assert await run("one", 1, 6) == tiny.greedy("mixtral", tiny.prompt(9), 6)
+    assert await run("one", 1, 6) == list(tiny.greedy("mixtral", tiny.prompt(9), 6))
     await until(lambda: all(stats and not stats["running"] for stats in llm.rank_stats), "the ranks report their end")
     first, second = llm.rank_stats
     assert [second[name] for name in ("prompt_tokens", "generation_tokens", "dummy_steps")] == [9, 6, 0]

@@ -39,7 +39,7 @@ def content_security_policy(page: str) -> str:
 def describe_ranks(engine: EngineClient, model_name: str) -> dict[str, Any]:
     """What the page shows of each DP rank: its last report (see ``stats.rank_stats``) and
 
-    ``state``: ``dead``; ``waiting`` for ``waits_for``, global ranks, in a collective; ``running`` requests; ``queued``
+    ``state``: ``dead``; ``waiting`` for ``waits_for``, global ranks, of its own or others; ``running`` requests; ``queued``
     ones only; ``dummy`` where others have some; ``idle``. ``places``: the global ranks of the DP rank.
     """
     parallel = engine.vllm_config.parallel_config
@@ -49,7 +49,10 @@ def describe_ranks(engine: EngineClient, model_name: str) -> dict[str, Any]:
     ranks = []
     for dp_rank, report in enumerate(reports):
         places = list(range(dp_rank * tp, (dp_rank + 1) * tp))
-        waits_for = [] if dead else sorted({other for place in places for other in waits.get(place, ())} - {*places})
+        held_up_by = {other for place in places for other in waits.get(place, ())}
+        # Who is held up as well is not the cause.
+        causes = sorted({other for other in held_up_by if not waits.get(other)} or held_up_by)
+        waits_for = [] if dead else causes
         state = "dummy" if any_work else "idle"
         if dead:
             state = "dead"
