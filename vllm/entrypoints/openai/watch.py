@@ -39,8 +39,8 @@ def content_security_policy(page: str) -> str:
 def describe_ranks(engine: EngineClient, model_name: str) -> dict[str, Any]:
     """What the page shows of each DP rank: its last report (see ``stats.rank_stats``) and
 
-    ``state``: ``dead``; ``waiting`` for ``waits_for``, global ranks, of its own or others; ``running`` requests; ``queued``
-    ones only; ``dummy`` where others have some; ``idle``. ``places``: the global ranks of the DP rank.
+    ``state``: ``dead``; ``waiting`` for ``waits_for``, global ranks, its own among them or not; ``running`` requests;
+    ``queued`` ones only; ``dummy`` where others have some; ``idle``. ``places``: the global ranks of the DP rank.
     """
     parallel = engine.vllm_config.parallel_config
     tp, reports, waits = parallel.tensor_parallel_size, list(engine.rank_stats), engine.rank_waits
