@@ -88,9 +88,12 @@ async def watch(llm: AsyncLLM) -> None:
     try:
         states = lambda: [(r["state"], r["waits_for"]) for r in describe_ranks(llm, "m")["ranks"]]  # noqa: E731
         await until(lambda: states()[0] == ("waiting", [1]), "rank 0 says that it waits for rank 1", 10)
+        late = asyncio.create_task(run("late", 0, 2))
+        await asyncio.sleep(0.4)
     finally:
         os.kill(held, signal.SIGCONT)
-    assert len(await task) == 240
+    assert [len(await task), len(await late)] == [240, 2]
+    assert count("vllm:request_queue_time_seconds_sum", 0) > 0.3, "it waited for the end of the step"
     assert llm.rank_stats[0]["wait_seconds"] > 0.5
 
 
