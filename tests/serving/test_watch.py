@@ -82,7 +82,7 @@ async def watch(llm: AsyncLLM) -> None:
         await run("nowhere", 7, 3)
     assert count("vllm:request_success_total", 0, finished_reason="abort") == 0, "what no rank had is counted nowhere"
 
-    held, task = process_of(1), asyncio.create_task(run("held", 0, 240))
+    held, task = process_of(1), asyncio.create_task(run("held", 0, 120))
     await until(lambda: llm.rank_stats[0]["running"], "the request runs")
     os.kill(held, signal.SIGSTOP)
     try:
@@ -92,7 +92,7 @@ async def watch(llm: AsyncLLM) -> None:
         await asyncio.sleep(0.4)
     finally:
         os.kill(held, signal.SIGCONT)
-    assert [len(await task), len(await late)] == [240, 2]
+    assert [len(await task), len(await late)] == [120, 2]
     assert count("vllm:request_queue_time_seconds_sum", 0) > 0.3, "it waited for the end of the step"
     assert llm.rank_stats[0]["wait_seconds"] > 0.5
 
