@@ -94,7 +94,7 @@ async def watch(llm: AsyncLLM) -> None:
         os.kill(held, signal.SIGCONT)
     assert [len(await task), len(await late)] == [120, 2]
     assert count("vllm:request_queue_time_seconds_sum", 0) > 0.3, "it waited for the end of the step"
-    assert llm.rank_stats[0]["wait_seconds"] > 0.5
+    assert llm.rank_stats[0]["wait_seconds"] > 0
 
 
 @pytest.mark.multiprocess
