@@ -63,8 +63,10 @@ def test_states_of_ranks():
     # All are held up by 3; that 0 and 1 wait for 2 as well is no news, as 2 does not move before 3 does.
     ranks.rank_waits = {0: [2, 3], 1: [2, 3, 0], 2: [3], 3: []}
     assert states(ranks) == [("waiting", [3]), ("waiting", [3])]
+    ranks.rank_waits = {0: [1], 1: [2], 2: [3], 3: []}
+    assert states(ranks) == [("waiting", [3]), ("waiting", [3])]
     ranks.rank_waits = {0: [2], 1: [], 2: [0], 3: []}
-    assert states(ranks) == [("waiting", [2]), ("waiting", [0])], "a circle is told as it is"
+    assert states(ranks) == [("waiting", [0, 2]), ("waiting", [0, 2])], "a circle is told whole"
     ranks.errored, ranks.dead_error = True, RuntimeError("rank 3 is gone")
     assert states(ranks) == [("dead", []), ("dead", [])]
     told = describe_ranks(ranks, "m")
