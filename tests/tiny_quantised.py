@@ -28,6 +28,8 @@ FLOAT = re.compile(
 )
 
 Written = tuple[dict[str, Tensor], Tensor]
+# Of the expert that is packed, whose columns come in an order of their own: 0 for what is no expert's.
+_expert = 0
 
 
 def words(fields: Tensor, bits: int) -> Tensor:
@@ -67,7 +69,8 @@ def plain_groups(K: int, size: int) -> Tensor:
 def gptq(w: Tensor, bits: int = 4, v2: bool = False, ordered: bool = False, symmetric: bool = False) -> Written:
     groups = plain_groups(w.shape[1], GROUP)
     if ordered:
-        groups = groups[torch.randperm(len(groups), generator=torch.Generator().manual_seed(len(groups)))]
+        seed = len(groups) + 1000 * _expert
+        groups = groups[torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed))]
     codes, zeros, scales = grid(w, bits, groups, symmetric, 0 if v2 else 1)
     tensors = {
         "qweight": words(codes, bits).T.contiguous(),
@@ -90,11 +93,11 @@ def awq(w: Tensor) -> Written:
     return tensors, meant(codes, zeros, scales, groups)
 
 
-def packed_integers(w: Tensor, bits: int, symmetric: bool, size: int = GROUP, ordered: bool = False) -> Written:
+def packed_integers(w: Tensor, bits: int, symmetric: bool, size: int | None = None, ordered: bool = False) -> Written:
     """compressed-tensors, pack-quantized."""
-    groups = plain_groups(w.shape[1], size)
+    groups = plain_groups(w.shape[1], size or GROUP)
     if ordered:
-        groups = groups[torch.randperm(len(groups), generator=torch.Generator().manual_seed(1))]
+        groups = groups[torch.randperm(len(groups), generator=torch.Generator().manual_seed(1 + 1000 * _expert))]
     codes, zeros, scales = grid(w, bits, groups, symmetric)
     tensors = {
         "weight_packed": words(codes, bits),
@@ -211,6 +214,20 @@ FORMATS: dict[str, tuple[Callable[[Tensor], Written], dict[str, Any]]] = {
 }
 FORMAT_NAMES = tuple(FORMATS)
 
+
+def in_groups_of(patch: Any, group: int, block: tuple[int, int]) -> None:
+    """Other sizes than ``GROUP`` and ``BLOCK``, as kernels want them; ``patch``: pytest's ``MonkeyPatch``."""
+    for _, declared in FORMATS.values():
+        for sizes in (declared, *(g["weights"] for g in declared.get("config_groups", {}).values())):
+            for key, old, new in (("group_size", GROUP, group), *((k, list(BLOCK), list(block)) for k in _BLOCKS)):
+                if sizes.get(key) == old:
+                    patch.setitem(sizes, key, new)
+    patch.setitem(globals(), "GROUP", group)
+    patch.setitem(globals(), "BLOCK", block)
+
+
+_BLOCKS = ("weight_block_size", "block_structure")
+
 _folders = tempfile.TemporaryDirectory(prefix="vllm-quantised-")
 
 
@@ -228,6 +245,7 @@ def write(
 ) -> None:
     """The checkpoint ``source`` in ``format`` -> ``folder``, stacked experts one by one, as quantised releases are,
     and the float32 one that it means -> ``twin``. ``float_too``: a regular expression of names left as they are."""
+    global _expert
     pack, declared = FORMATS[format]
     stored: dict[str, Tensor] = {}
     means: dict[str, Tensor] = {}
@@ -249,6 +267,7 @@ def write(
                 }
             dequantised = []
             for base, matrix in parts.items():
+                _expert = int(found[1]) if (found := re.search(r"experts\.(\d+)\.", base)) else 0
                 packed, value = pack(matrix.float())
                 stored |= {f"{base}.{leaf}": x.contiguous() for leaf, x in packed.items()}
                 dequantised.append(value)
@@ -265,6 +284,32 @@ def write(
         if (source / "generation_config.json").exists():
             shutil.copy(source / "generation_config.json", twin)
         save_file({n: t.contiguous() for n, t in means.items()}, twin / "model.safetensors", {"format": "pt"})
+
+
+def as_mxfp4(folder: Path, to: Path) -> None:
+    """gpt-oss's experts as its release has them, into ``to``; in ``folder`` they become what these mean."""
+    tensors, coded = load_file(folder / "model.safetensors"), {}
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        groups = tensors.pop(name).mT.unflatten(-1, (-1, 32))
+        exponents = groups.abs().amax(-1).log2().floor().int() - 2  # 6 is 1.5 times 2 ** 2
+        scaled = groups / exponents.exp2()[..., None]
+        codes = (scaled.abs()[..., None] - values).abs().argmin(-1)
+        means = values[codes] * scaled.sign() * exponents.exp2()[..., None]
+        codes = codes.where(scaled >= 0, codes + 8).to(torch.uint8)
+        coded[f"{name}_blocks"] = (codes[..., ::2] | codes[..., 1::2] << 4).contiguous()
+        coded[f"{name}_scales"] = (exponents + 127).to(torch.uint8).contiguous()
+        coded[name] = means.flatten(-2).mT.contiguous()
+    floats = {name: coded.pop(name) for name in list(coded) if not name.endswith(("_blocks", "_scales"))}
+    save_file(tensors | floats, folder / "model.safetensors", {"format": "pt"})
+    save_file(tensors | coded, to / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+
+
+def stored(folder: str | Path) -> list[tuple[str, Tensor]]:
+    """The checkpoint's tensors by name."""
+    return [pair for file in sorted(Path(folder).glob("*.safetensors")) for pair in load_file(file).items()]
 
 
 @functools.cache

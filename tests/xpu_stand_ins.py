@@ -54,13 +54,16 @@ def reshape_and_cache_flash(
     k_scale: Tensor,
     v_scale: Tensor,
 ) -> None:
-    assert kind == "auto" and k_scale.dtype is v_scale.dtype is torch.float32 and slots.dtype is torch.int64
+    """What the kernel makes of numbers beyond e4m3's is not known: NaN here."""
+    assert kind in ("auto", "fp8") and k_scale.dtype is v_scale.dtype is torch.float32 and slots.dtype is torch.int64
+    assert key_cache.dtype is (torch.uint8 if kind == "fp8" else k.dtype)
     assert k[0].is_contiguous() and v[0].is_contiguous(), "heads of a row lie side by side"
     assert key_cache.is_contiguous() and key_cache.shape[2:] == k.shape[1:]
     for t, slot in enumerate(slots.tolist()):
         if slot >= 0:
-            for x, cache in ((k, key_cache), (v, value_cache)):
-                cache.view(-1, *k.shape[1:])[slot] = x[t]
+            for x, cache, scale in ((k, key_cache, k_scale), (v, value_cache, v_scale)):
+                row = (x[t].float() / scale).to(torch.float8_e4m3fn).view(torch.uint8) if kind == "fp8" else x[t]
+                cache.view(-1, *k.shape[1:])[slot] = row
 
 
 def varlen_fwd(*args: Any) -> list[Tensor]:
@@ -68,10 +71,13 @@ def varlen_fwd(*args: Any) -> list[Tensor]:
         args[:19]
     )
     causal, left, right, softcap, lse, _gen, _splits, mix_batch, per_seq, work = args[19:]
-    assert q.dtype in HALF and q.dtype is k.dtype is v.dtype is out.dtype and q.stride(-1) == 1
+    coded = k.dtype is torch.float8_e4m3fn
+    assert q.dtype in HALF and q.dtype is out.dtype and q.stride(-1) == 1
+    assert k.dtype is v.dtype and (coded or k.dtype is q.dtype)
     assert starts.dtype is cu_k.dtype is contexts.dtype is table.dtype is torch.int32 and out.is_contiguous()
     assert len(starts) == len(cu_k) == len(contexts) + 1 and len(table) == len(contexts)
-    assert causal and mix_batch and not lse and not softcap and not dropout and scales == [None] * 3
+    assert causal and mix_batch and not lse and not softcap and not dropout and scales[0] is None
+    assert [x is not None and x.shape == (len(contexts), k.shape[2]) for x in scales[1:]] == [coded] * 2
     assert leftpad is alibi is sink is per_seq is work is None
     H, D, (_, block_size, J, _) = q.shape[1], q.shape[2], k.shape
     if D == 576:
@@ -95,6 +101,8 @@ def varlen_fwd(*args: Any) -> list[Tensor]:
             assert right == 0
             seen &= at >= position - left
         keys, values = (c[table[r, at // block_size].long(), at % block_size].float() for c in (k, v))
+        if coded:
+            keys, values = (x * s[r][:, None] for x, s in zip((keys, values), scales[1:], strict=True))
         keys, values = (x.where(seen.any(0)[:, None, None], 0).transpose(0, 1) for x in (keys, values))
         keys, values = (x.repeat_interleave(H // J, 0) for x in (keys, values))
         o = F.scaled_dot_product_attention(q[first:end].transpose(0, 1).float(), keys, values, seen, scale=scale)

@@ -78,6 +78,10 @@ VARIABLES: dict[str, tuple[Callable[[], Any], str]] = {
     "VLLM_DEBUG_NAN": (_text("VLLM_DEBUG_NAN"), "tell the first NaN and whose it is: 0, 1, raise or abort"),
     # Half an hour: a slow peer (its data, its compiler, a long step) takes minutes, and more costs idle machines.
     "VLLM_STALL_TIMEOUT_S": (_number("VLLM_STALL_TIMEOUT_S", 1800.0), "seconds without any progress that end a run"),
+    "VLLM_SILENCE_TIMEOUT_S": (
+        _number("VLLM_SILENCE_TIMEOUT_S", 8.0),
+        "seconds after which a silent process of a served engine is taken for dead",
+    ),
     "VLLM_TRACE_COLLECTIVES": (_text("VLLM_TRACE_COLLECTIVES"), "1 prints each; a folder gets vllm doctor's ledgers"),
     "VLLM_CHECK_COLLECTIVES": (_switch("VLLM_CHECK_COLLECTIVES", False), "compare each between ranks before it runs"),
     "VLLM_HOST_IP": (_text("VLLM_HOST_IP"), "this machine's address as get_ip() gives it; empty = by its routes"),

@@ -40,7 +40,6 @@ _UNSUPPORTED = (
     "flat_logprobs",
     "stream_interval",
     "skip_clone",
-    "structured_outputs",
     "extra_args",
     "skip_reading_prefix_cache",
     "thinking_token_budget",
@@ -48,6 +47,72 @@ _UNSUPPORTED = (
     "routed_experts_prompt_start",
     "trace_decode_token_ids",
 )
+
+
+@dataclass
+class StructuredOutputsParams:
+    """What the output must be: exactly one of
+
+    - ``json``: JSON of this schema, a dict or its text; ``json_object``: any JSON object;
+    - ``regex``: a match of the whole expression, in the syntax of Rust's ``regex`` (no look-around, no references);
+    - ``choice``: one of these strings;
+    - ``grammar``: a text of this grammar, Lark as llguidance reads it or EBNF with ``::=`` from ``root``.
+
+    Of JSON: ``disable_any_whitespace`` allows none between tokens, ``whitespace_pattern`` is what may stand there,
+    ``disable_additional_properties`` closes objects that do not say. ``thinking_starts`` and ``thinking_ends``, token
+    ids: see ``vllm.v1.structured_output.Matcher``.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    structural_tag: str | None = None
+    thinking_starts: int | None = None
+    thinking_ends: int | None = None
+
+    _KINDS: ClassVar[dict[str, tuple[Any, str]]] = {
+        "json": ((str, dict), "a schema, as a dict or its text"),
+        "regex": (str, "a string"),
+        "choice": (list, "a list of strings"),
+        "grammar": (str, "a string"),
+        "json_object": (bool, "True"),
+    }
+
+    def __post_init__(self) -> None:
+        if self.structural_tag is not None:
+            raise NotImplementedError(
+                f"structured_outputs: structural_tag={self.structural_tag!r} is not supported; use json or grammar"
+            )
+        if self.json_object is False:
+            self.json_object = None
+        if isinstance(self.choice, tuple):
+            self.choice = list(self.choice)
+        given = [name for name in self._KINDS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"structured_outputs has {' and '.join(given) or 'nothing'}; give exactly "
+                f"one of {', '.join(self._KINDS)}"
+            )
+        types, wanted = self._KINDS[self.kind]
+        value = getattr(self, self.kind)
+        texts = self.choice if self.choice is not None else [value]
+        empty = self.kind != "regex" and value in ("", [])
+        if not isinstance(value, types) or empty or (self.choice and not all(isinstance(t, str) for t in self.choice)):
+            raise ValueError(f"structured_outputs: {self.kind}={value!r} must be {wanted}, not empty")
+        for text in texts:
+            if isinstance(text, str):
+                check_text(f"structured_outputs: {self.kind}", text)
+        if self.whitespace_pattern is not None and self.disable_any_whitespace:
+            raise ValueError("structured_outputs has whitespace_pattern and disable_any_whitespace; give one of them")
+
+    @property
+    def kind(self) -> str:
+        return next(name for name in self._KINDS if getattr(self, name) is not None)
 
 
 class RequestOutputKind(enum.Enum):
@@ -107,6 +172,7 @@ class SamplingParams:
       ``bad_words`` cannot be completed.
     - ``detokenize``, ``skip_special_tokens``, ``spaces_between_special_tokens``: the text of the output.
     - ``truncate_prompt_tokens``: keep the last so many prompt tokens; -1: as many as fit.
+    - ``structured_outputs``: what the output must be, a ``StructuredOutputsParams`` or its fields as a dict.
 
     Raises ``ValueError`` for values out of range, ``TypeError`` for unknown names and ``NotImplementedError`` for
     upstream's parameters that this engine does not have.
@@ -137,6 +203,7 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     truncate_prompt_tokens: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     prompt_logprob_token_ids: list[int] | None = None
     prompt_logprob_start: int | None = None
@@ -144,7 +211,6 @@ class SamplingParams:
     flat_logprobs: bool = False
     stream_interval: int | None = None
     skip_clone: bool = False
-    structured_outputs: Any = None
     extra_args: dict[str, Any] | None = None
     skip_reading_prefix_cache: bool | None = None
     thinking_token_budget: int | None = None
@@ -189,6 +255,7 @@ class SamplingParams:
                 raise ValueError("allowed_token_ids=[] allows nothing; name at least one token or leave it out")
         if self.logit_bias is not None:
             self.logit_bias = _bias(self.logit_bias)
+        self.structured_outputs = structured_params(self.structured_outputs)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is True:
@@ -208,7 +275,7 @@ class SamplingParams:
         elif self.temperature < _LOWEST_TEMPERATURE:
             logger.warning("temperature=%s is raised to %s, the lowest", self.temperature, _LOWEST_TEMPERATURE)
             self.temperature = _LOWEST_TEMPERATURE
-        self.top_k = max(self.top_k, 0)
+        self.top_k = min(max(self.top_k, 0), 2**31 - 1)  # more than any vocabulary: off
 
     def _check_numbers(self) -> None:
         _integer("n", self.n, f"from 1 to {_MAX_N}", lambda v: 1 <= v <= _MAX_N)
@@ -276,6 +343,19 @@ class SamplingParams:
         shown = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
         defaults = vars(_DEFAULTS)
         return f"SamplingParams({', '.join(f'{k}={v!r}' for k, v in shown.items() if v != defaults[k])})"
+
+
+def structured_params(given: Any) -> StructuredOutputsParams | None:
+    """``given`` may be a dict of the fields; raises ``ValueError`` for one that is none of them."""
+    if given is None or given == {} or isinstance(given, StructuredOutputsParams):
+        return given or None
+    if not isinstance(given, dict):
+        raise ValueError(f"structured_outputs={given!r} is a {type(given).__name__}; give a StructuredOutputsParams")
+    known = [f.name for f in dataclasses.fields(StructuredOutputsParams)]
+    for name in given:
+        if name not in known:
+            raise ValueError(f"structured_outputs has no {name!r}{nearest(name, known)}")
+    return StructuredOutputsParams(**given)
 
 
 def _bias(logit_bias: dict[Any, Any]) -> dict[int, float]:

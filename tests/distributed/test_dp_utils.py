@@ -95,6 +95,13 @@ def test_policy_applies_only_where_ranks_exchange_tokens() -> None:
     assert not pads_to_max(POLICIES["cpu"], True, 2)
 
 
+def test_ranks_leave_only_where_all_vote_to() -> None:
+    for votes in ((0, 0), (1, 0), (1, 1)):
+        for rank in (0, 1):
+            agreed = agree([replace(_vote(0, live=0), stopping=vote) for vote in votes], rank)
+            assert agreed.all_stopping is all(votes)
+
+
 @st.composite
 def _ballots(draw: st.DrawFn) -> list[DPVote]:
     pad = draw(st.integers(0, 1))

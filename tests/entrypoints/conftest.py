@@ -37,7 +37,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def fake_worker(monkeypatch: pytest.MonkeyPatch) -> type[FakeWorker]:
     """``LLMEngine`` takes this worker in place of the real one; its class attributes steer it."""
-    from vllm.v1.engine import llm_engine
+    from vllm.v1.engine import core
 
-    monkeypatch.setattr(llm_engine, "Worker", FakeWorker)
+    monkeypatch.setattr(core, "Worker", FakeWorker)
     return FakeWorker

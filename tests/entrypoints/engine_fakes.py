@@ -12,6 +12,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
+from vllm.v1.metrics.stats import StepCounts
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
 CHAT_TEMPLATE = (
@@ -61,6 +62,7 @@ class FakeWorker:
         self.vllm_config = vllm_config
         self.any_unfinished_across_dp = False
         self.num_steps = 0
+        self.counts = StepCounts()
         self.finished: set[str] = set()
 
     def init_device(self) -> None: ...

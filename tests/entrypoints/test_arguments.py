@@ -204,7 +204,7 @@ def test_compilation_config(tiny_llama: Path, given, expected):
         {"compilation_config": 3},
         {"compilation_config": {"backend": "inductor"}},
         {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}},
-        {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "fp8_e5m2"},
         {"distributed_executor_backend": "ray"},
         {"async_scheduling": True},
     ],

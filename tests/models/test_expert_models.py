@@ -4,7 +4,6 @@ over ranks, with uninitialised memory NaN."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -12,9 +11,10 @@ import poison
 import pytest
 import tiny_experts
 import tiny_models as tiny
+import tiny_quantised as quantised
 import torch
 from layout_checks import check
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from vllm import LLM
@@ -30,33 +30,12 @@ def test_greedy_tokens_and_logprobs(name: str, pattern: int) -> None:
     tiny.check_greedy(name, LENGTHS, NUM_TOKENS, pattern != poison.CANONICAL, 1e-4)
 
 
-def as_mxfp4(folder: Path, to: Path) -> None:
-    """gpt-oss's experts as its release has them, into ``to``; in ``folder`` they become what these mean."""
-    tensors, coded = load_file(folder / "model.safetensors"), {}
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        groups = tensors.pop(name).mT.unflatten(-1, (-1, 32))
-        exponents = groups.abs().amax(-1).log2().floor().int() - 2  # 6 is 1.5 times 2 ** 2
-        scaled = groups / exponents.exp2()[..., None]
-        codes = (scaled.abs()[..., None] - values).abs().argmin(-1)
-        means = values[codes] * scaled.sign() * exponents.exp2()[..., None]
-        codes = codes.where(scaled >= 0, codes + 8).to(torch.uint8)
-        coded[f"{name}_blocks"] = (codes[..., ::2] | codes[..., 1::2] << 4).contiguous()
-        coded[f"{name}_scales"] = (exponents + 127).to(torch.uint8).contiguous()
-        coded[name] = means.flatten(-2).mT.contiguous()
-    floats = {name: coded.pop(name) for name in list(coded) if not name.endswith(("_blocks", "_scales"))}
-    save_file(tensors | floats, folder / "model.safetensors", {"format": "pt"})
-    save_file(tensors | coded, to / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (to / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
-
-
 def test_gpt_oss_as_it_is_released(tmp_path: Path, nan_poison: None) -> None:
     """Experts in MXFP4, blocks and scales: the tokens are transformers' with what these mean."""
     folders = [tmp_path / name for name in ("floats", "released")]
     shutil.copytree(tiny.checkpoint("gpt-oss-32"), folders[0])
     folders[1].mkdir()
-    as_mxfp4(*folders)
+    quantised.as_mxfp4(*folders)
     model = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     prompts = [tiny.prompt(length) for length in (3, 40)]
@@ -64,6 +43,12 @@ def test_gpt_oss_as_it_is_released(tmp_path: Path, nan_poison: None) -> None:
     got = tiny.tokens(tiny.generate(llm, prompts, NUM_TOKENS))
     (layer, *_) = (m for m in llm.llm_engine.worker.runner.model.modules() if isinstance(m, FusedMoE))
     assert layer.is_quantized
+    llm.sleep(level=2)
+    llm.wake_up()
+    for named in reversed(load_file(folders[1] / "model.safetensors").items()):  # a tensor a call
+        llm.llm_engine.worker.get_model().load_weights([named])
+    assert layer.is_quantized
+    assert tiny.tokens(tiny.generate(llm, prompts, NUM_TOKENS)) == got
     llm.shutdown()
     for prompt, tokens in zip(prompts, got, strict=True):
         ids = torch.tensor([prompt])

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vllm.engine.arg_utils import EngineArgs
+from vllm.logger import log_once
 from vllm.model_executor.layers.quantization import QuantizationConfig, get_quantization_config
 from vllm.model_executor.model_loader import weight_utils
 
@@ -196,6 +197,40 @@ def test_scales_that_cannot_be(tmp_path, name, leaf, value, told):
         quantised.make_llm("", model=folder)
 
 
+@pytest.mark.parametrize("value", [NAN, INF, 0.0, -0.5])
+@pytest.mark.parametrize(("name", "leaf"), [("fp8-tensor:llama", "input_scale"), ("ct-w8a8:llama", "input_scale"),
+                                            ("fp8-tensor:llama", "activation_scale")])  # fmt: skip
+def test_scales_of_inputs_that_cannot_be(tmp_path, name, leaf, value):
+    folder = damaged(tmp_path, name, lambda tensors: tensors.update({f"{Q}.{leaf}": torch.tensor(value)}))
+    told = rf"{Q}\.weight: {Q}\.{leaf} is \[{value}\], which cannot be scales of inputs.*fetch it again, or remove"
+    with pytest.raises(ValueError, match=told):
+        quantised.make_llm("", model=folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [("fp8-tensor:llama:down_proj", "inputs stay in the model's dtype"), ("ct-w8a8:llama", "each row has its own")],
+)
+def test_static_scales_of_inputs_are_told_once_and_not_used(tmp_path, log, name, how):
+    """Far too small a scale would cut off nearly all: the tokens are those of the checkpoint without. Also beside a
+    matrix in 16 bits."""
+
+    def change(tensors):
+        bases = [n.rpartition(".")[0] for n, t in tensors.items() if n.endswith("_proj.weight")]
+        tensors |= {f"{base}.input_scale": torch.tensor([1e-3]) for base in bases}
+        tensors["model.layers.1.mlp.down_proj.input_scale"] = torch.tensor(1e-3)
+
+    log_once.cache_clear()
+    folder = damaged(tmp_path, name, change)
+    llm = quantised.make_llm("", model=folder)
+    prompt = tiny.prompt(9, seed=4)
+    assert tiny.tokens(tiny.generate(llm, [prompt], 8)) == [quantised.greedy(name, prompt, 8)]
+    llm.shutdown()
+    told = [r.message for r in log.records if "input_scale" in r.message]
+    assert len(told) == 1, told
+    assert how in told[0]
+
+
 def test_a_scale_of_0_where_all_is_0(tmp_path):
     """As of rows that pad a matrix: their codes say 0 too."""
 
@@ -220,9 +255,13 @@ def test_experts_of_one_layer_in_two_forms():
         quantised.make_llm(name)
 
 
-def test_experts_in_the_order_of_their_inputs():
-    with pytest.raises(ValueError, match=r"experts quantised in the order .*act-order.*without desc_act"):
-        quantised.make_llm("gptq-order:qwen3-moe")
+def test_gate_and_up_in_two_orders(tmp_path):
+    gate = "model.layers.1.mlp.experts.3.gate_proj.g_idx"
+    folder = damaged(tmp_path, "gptq-order:qwen3-moe", lambda tensors: tensors.update({gate: tensors[gate].flip(0)}))
+    with pytest.raises(
+        ValueError, match=r"experts\.3\.gate_proj and .*3\.up_proj .*different orders.*without desc_act"
+    ):
+        quantised.make_llm("", model=folder)
 
 
 def test_biases_of_zeros_that_the_model_has_not(tmp_path):
@@ -238,15 +277,18 @@ def test_biases_of_zeros_that_the_model_has_not(tmp_path):
 # --- new weights ---------------------------------------------------------------------------------------------------
 
 
-def test_weights_that_are_quantised_do_not_change():
+def test_weights_in_another_form_than_they_are_held_in():
     llm = quantised.make_llm("gptq:llama")
     model = llm.llm_engine.worker.get_model()
-    with pytest.raises(ValueError, match=rf"{Q}\.weight is held quantised.*unquantised checkpoint"):
+    expected = tiny.tokens(tiny.generate(llm, [tiny.prompt(9)], 6))
+    told = (
+        rf"{Q}\.weight is held quantised, and came in torch.float32; give its tensors as the checkpoint has them "
+        rf"\({Q}\.g_idx, {Q}\.qweight, {Q}\.qzeros, {Q}\.scales\), or load an unquantised checkpoint"
+    )
+    with pytest.raises(ValueError, match=told):
         model.load_weights([(f"{Q}.weight", torch.zeros(64, 64))])
+    assert tiny.tokens(tiny.generate(llm, [tiny.prompt(9)], 6)) == expected
     assert model.load_weights([("model.norm.weight", torch.ones(64))]) == {"model.norm.weight"}
-    with pytest.raises(ValueError, match="held quantised cannot be dropped"):
-        llm.sleep(level=2)
-    assert not llm.is_sleeping()
     llm.shutdown()
 
 

@@ -90,6 +90,7 @@ def exchange(group: GroupCoordinator, layer: BalancedLayer, owners: list[list[in
     pieces = [view.numel() for view in layer.bytes_of(0)] if before[me] else []
     everyones: list[list[int]] = group.all_gather_object(pieces)
     pieces = max(everyones, key=len)
+    assert all(other in ([], pieces) for other in everyones), f"{layer.layer_name}: ranks hold experts as {everyones}"
     for part, size in enumerate(pieces):
         step = max(_PIECE // max(*sizes, 1), 1)
         for first in range(0, size, step):

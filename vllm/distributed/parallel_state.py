@@ -129,6 +129,14 @@ class GroupCoordinator:
                 wait_for(dist.all_reduce(input_, group=self.cpu_group, async_op=True), self.cpu_group)
         return input_
 
+    def cpu_broadcast(self, input_: torch.Tensor, op: str = "cpu_broadcast") -> torch.Tensor:
+        """A host tensor of the group's first rank over the CPU twin, in place; returns it."""
+        if self.world_size > 1:
+            with record_collective(op, self.unique_name, self.ranks, self.rank, [input_]):
+                work = dist.broadcast(input_, src=self.ranks[0], group=self.cpu_group, async_op=True)
+                wait_for(work, self.cpu_group)
+        return input_
+
     def cpu_barrier(self) -> None:
         if self.world_size > 1:
             with record_collective("cpu_barrier", self.unique_name, self.ranks, self.rank):
@@ -379,7 +387,7 @@ def _join(
             )
         if place.local_world_size is not None:
             platform.check_device_count(place.local_world_size)
-        shared = _find_store(place, init_method)
+        shared = find_store(place, init_method)
         # Whoever made the default group may be far from the others in what it does: it reads its data, say.
         patience = timedelta(seconds=_RENDEZVOUS_S) if not dist.is_initialized() else collective_timeout()
         _launched = dist.PrefixStore("vllm/told", shared), rank, world_size, patience
@@ -418,7 +426,7 @@ def _join(
     _groups["world"] = _make_group("world", _replicas, rank, device, backend)
 
 
-def _find_store(place: launchers.Place, init_method: str) -> dist.Store:
+def find_store(place: launchers.Place, init_method: str = "env://") -> dist.Store:
     """The store of all ranks that were launched."""
     if dist.is_initialized() and not _owns_default_group():
         return dist.distributed_c10d._get_default_store()
@@ -447,13 +455,13 @@ def _make_group(
 ) -> GroupCoordinator:
     """All ranks make all groups of a kind in one order; the one that holds ``rank`` is returned."""
     assert _platform is not None
+    backend = backend or _platform.group_backend
     for index, ranks in enumerate(rank_lists):
         device_group = cpu_group = None
         if len(ranks) > 1:
-            device_group = dist.new_group(
-                ranks, timeout=collective_timeout(), backend=backend or _platform.group_backend
-            )
-            cpu_group = dist.new_group(ranks, timeout=collective_timeout(), backend="gloo")
+            device_group = cpu_group = dist.new_group(ranks, timeout=collective_timeout(), backend=backend)
+            if backend != "gloo":  # each Gloo group has a thread that looks around a hundred times a second
+                cpu_group = dist.new_group(ranks, timeout=collective_timeout(), backend="gloo")
         if rank in ranks:
             mine = (f"{kind}:{index}", ranks, device_group, cpu_group)
     name, ranks, device_group, cpu_group = mine

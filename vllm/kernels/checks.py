@@ -24,10 +24,14 @@ TOLERANCE = 3e-2  # a few roundings of bfloat16 at magnitudes about 1
 ROWS, REAL = 9, 7
 
 
-def failure(operator: str, function: Callable[..., Any], device_type: str, module: Any = None) -> str | None:
-    """What ``function`` of ``module`` does wrong as ``operator`` on a device of this type, None where nothing is."""
+def failure(
+    operator: str, function: Callable[..., Any], device_type: str, module: Any = None, fp8_cache: bool = False
+) -> str | None:
+    """What ``function`` of ``module`` does wrong as ``operator`` on a device of this type, None where nothing is.
+    ``fp8_cache``: in its case of a float8 cache."""
+    case = (_FP8_CACHE if fp8_cache else _CASES)[operator]
     with torch.device(device_type):
-        given, right = in_order_of(module, _CASES[operator](device_type)), _CASES[operator](device_type)
+        given, right = in_order_of(module, case(device_type)), case(device_type)
     expected = _results(getattr(reference, operator)(*right), right)
     try:
         got = _results(function(*given), given)
@@ -97,6 +101,16 @@ def _cached(device: str) -> tuple[Any, ...]:
     keys, values = (torch.full((4, 2, 16, 64), NAN, dtype=DTYPE, device=device) for _ in range(2))
     slots = _ints(device, [16, 17, 40, 63, 62, 20, 33, PAD_SLOT, PAD_SLOT], torch.int64)
     return _pads(_randn(device, ROWS, 2, 64)), _pads(_randn(device, ROWS, 2, 64)), keys, values, slots
+
+
+def _with_codes(case: Callable[[str], tuple[Any, ...]], rest: tuple[Any, ...]) -> Callable[[str], tuple[Any, ...]]:
+    """The same with float8 caches and, at the end, scales: small enough for values that are cut off."""
+
+    def coded(device: str) -> tuple[Any, ...]:
+        args = (x.to(torch.float8_e4m3fn) if isinstance(x, Tensor) and x.dim() == 4 else x for x in case(device))
+        return (*args, *rest)
+
+    return coded
 
 
 def _experts(device: str) -> tuple[Any, ...]:
@@ -214,4 +228,8 @@ _CASES: dict[str, Callable[[str], tuple[Any, ...]]] = {
     "apply_penalties": _penalised,
     "sample": _sampled,
     "log_probabilities": lambda d: (_logits(d), 4, _ints(d, range(ROWS), torch.int64)),
+}
+_FP8_CACHE = {
+    "reshape_and_cache": _with_codes(_cached, (0.5, 0.004)),
+    "paged_attention": _with_codes(_paged, (0, None, None, 0.0, None, None, 0.5, 2.0)),
 }

@@ -109,8 +109,8 @@ def embedding(
 
 
 def quantized_embedding(ids_T: Tensor, weight: QuantizedWeight, vocab_range: tuple[int, int] | None = None) -> Tensor:
-    """``embedding`` with a weight as ``pack_quantized_weight`` gives it: rows of what it means, rounded once to its
-    dtype."""
+    """``embedding`` with a weight as ``pack_quantized_weight`` gives it for ``exact``: rows of what it means, rounded
+    once to its dtype."""
     return _run_packed("quantized_embedding", weight, ids_T, weight, vocab_range)
 
 
@@ -163,17 +163,25 @@ def rotary_embedding(
 
 
 def reshape_and_cache(
-    k_TJD: Tensor, v_TJD: Tensor | None, key_cache: Tensor, value_cache: Tensor | None, slot_mapping_T: Tensor
+    k_TJD: Tensor,
+    v_TJD: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    slot_mapping_T: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """Writes token t to slot ``slot_mapping[t]`` = block * block_size + offset; a token with slot -1 is skipped.
 
     Args:
         k_TJD, v_TJD: [T, J, D], may be views into a fused row; the last dimension contiguous.
-        key_cache, value_cache: [num_blocks, J, block_size, D] of the same dtype, the last dimension contiguous.
-            v and its cache are None where the values are part of the keys (latent attention).
+        key_cache, value_cache: [num_blocks, J, block_size, D] of the same dtype, or float8_e4m3fn; the last dimension
+            contiguous. v and its cache are None where the values are part of the keys (latent attention).
         slot_mapping_T: int64 [T].
+        k_scale, v_scale: a float8 cache holds ``x / scale``, to the nearest and of two to the even one, what is beyond
+            ±448 (infinity too) as ±448, and NaN as NaN. Unused by others.
     """
-    _run("reshape_and_cache", k_TJD, v_TJD, key_cache, value_cache, slot_mapping_T)
+    _run("reshape_and_cache", k_TJD, v_TJD, key_cache, value_cache, slot_mapping_T, k_scale, v_scale)
 
 
 def paged_attention(
@@ -191,6 +199,8 @@ def paged_attention(
     soft_cap: float = 0.0,
     query_start_loc_cpu: Tensor | None = None,
     seq_lens_cpu: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """Causal grouped-query attention over the paged cache, prefill and decode mixed; the new keys are in the cache.
 
@@ -201,8 +211,9 @@ def paged_attention(
 
     Args:
         q_THD, out_THD: [T, H, D], may be views into wider rows; the last dimension contiguous.
-        key_cache, value_cache: [num_blocks, J, block_size, D], H a multiple of J, the last dimension contiguous. The
-            values, and with them ``out``, may have a head size of their own, and may be a view of the keys.
+        key_cache, value_cache: [num_blocks, J, block_size, D] of q's dtype, or float8_e4m3fn; H a multiple of J, the
+            last dimension contiguous. The values, and with them ``out``, may have a head size of their own, and may be
+            a view of the keys.
         block_table: int32 [>= R, max_blocks].
         query_start_loc: int32 [>= R + 1], rising from 0; seq_lens: int32 [>= R].
         num_reqs: R; by default ``query_start_loc.shape[0] - 1``.
@@ -210,10 +221,11 @@ def paged_attention(
         soft_cap: where it is not 0, a score s becomes ``soft_cap * tanh(s / soft_cap)``; the sinks do not.
         query_start_loc_cpu, seq_lens_cpu: the same on the host. Some kernels take sizes from there, and would wait for
             the device without them; none may, where a step is to be captured.
+        k_scale, v_scale: a key is what its cache holds times ``k_scale``, a value so with ``v_scale``.
     """
     _run(
         "paged_attention", q_THD, key_cache, value_cache, block_table, query_start_loc, seq_lens, scale, out_THD,
-        sliding_window, num_reqs, sinks, soft_cap, query_start_loc_cpu, seq_lens_cpu,
+        sliding_window, num_reqs, sinks, soft_cap, query_start_loc_cpu, seq_lens_cpu, k_scale, v_scale,
     )  # fmt: skip
 
 
@@ -280,12 +292,13 @@ def unpack_linear_weight(packed: PackedWeight) -> Tensor:
     return _reader(packed).unpack_linear_weight(packed)
 
 
-def pack_quantized_weight(weight: QuantizedWeight) -> QuantizedWeight:
+def pack_quantized_weight(weight: QuantizedWeight, exact: bool = False) -> QuantizedWeight:
     """A plain weight, [N, K] or of experts [E, N, K], as the implementation that multiplies with it reads it; the
-    original may be freed afterwards. The same object where that implementation reads plain ones."""
+    original may be freed afterwards. The same object where that implementation reads plain ones. ``exact``: its rows
+    are wanted too, by ``embedding``, so its codes become no others, even where products would be faster."""
     operator = "quantized_linear" if weight.codes.dim() == 2 else "quantized_experts"
     own = _own("pack_quantized_weight", operator, weight.codes.device.type, quantized)
-    return own(weight)
+    return own(weight, exact)
 
 
 def empty_experts(E: int, N: int, K: int, dtype: torch.dtype, gated: bool = False) -> PackedExperts:

@@ -60,7 +60,7 @@ class QuantizedWeight:
     None: the format's. dtype: that of the inputs and outputs of products with it.
     activations: None: products take the inputs as they are; "int8", "fp8": they round each input row first, to the
     largest magnitude among its columns.
-    input_order: int64 [K], column k of the weight belongs to column ``input_order[k]`` of the inputs; None: to k.
+    input_order: int64 [(E,) K], column k of the weight belongs to column ``input_order[k]`` of the inputs; None: to k.
     gated: of experts: N = 2 * I rows are [gate; up].
     kind: "plain", or the layout of the implementation that packed it, which alone reads codes, scales and zeros then.
     """
@@ -95,7 +95,10 @@ class QuantizedWeight:
 
     def rows(self, rows: slice | Tensor | int) -> QuantizedWeight:
         """Rows of a plain [N, K], in the order wanted: views for a slice. Of experts, their matrices; an int: one."""
-        return self._with(codes=self.codes[rows], scales=_of(self.scales, rows), zeros=_of(self.zeros, rows))
+        of_experts = self.input_order is not None and self.input_order.dim() == 2
+        order = _of(self.input_order, rows) if of_experts else self.input_order
+        codes, scales, zeros = self.codes[rows], _of(self.scales, rows), _of(self.zeros, rows)
+        return self._with(codes=codes, scales=scales, zeros=zeros, input_order=order)
 
     def columns(self, columns: slice) -> QuantizedWeight:
         """Columns of a plain [N, K], from the edge of one group to that of another.
@@ -141,7 +144,8 @@ def uncut(format: str, K: int, group_size: int, columns: slice, ordered: bool) -
     if ordered:
         return (
             "columns quantised in the order of their activations (act-order) cannot be split over tensor-parallel "
-            "ranks; use tensor_parallel_size=1, or a checkpoint without desc_act"
+            "ranks; use tensor_parallel_size=1 (enable_expert_parallel=True and data_parallel_size share out whole "
+            "experts), or a checkpoint without desc_act"
         )
     unit = FORMATS[format].columns
     if (group_size < K and (first % group_size or (last % group_size and last != K))) or first % unit or last % unit:
@@ -206,13 +210,9 @@ def put_rows(
     ``first`` on: into those of the call before, or the same with zeros where one of the two has some.
 
     Raises:
-        ValueError: the forms differ, or ``part`` has an ``input_order``.
+        ValueError: the forms differ.
     """
-    if part.input_order is not None:
-        raise ValueError(
-            "experts quantised in the order of their activations (act-order) are not supported; use a checkpoint "
-            "without desc_act"
-        )
+    assert part.input_order is None, "whoever puts experts together sees to their orders"
     if into is None:
 
         def room(tensor: Tensor | None) -> Tensor | None:
@@ -256,7 +256,7 @@ def dequantize(weight: QuantizedWeight) -> Tensor:
         zero = FORMATS[weight.format].zero if weight.zeros is None else spread(weight.zeros.float())[..., : weight.K]
         w = (w - zero) * spread(weight.scales.float())[..., : weight.K]
     if weight.input_order is not None:
-        w = torch.empty_like(w).index_copy_(-1, weight.input_order, w)
+        w = torch.empty_like(w).scatter_(-1, weight.input_order.unsqueeze(-2).expand_as(w), w)
     return w
 
 
@@ -278,7 +278,7 @@ def grids(x_TK: Tensor, to: str) -> tuple[Tensor, Tensor]:
     return on_grid, scale
 
 
-def pack_quantized_weight(weight: QuantizedWeight) -> QuantizedWeight:
+def pack_quantized_weight(weight: QuantizedWeight, exact: bool = False) -> QuantizedWeight:
     return weight
 
 

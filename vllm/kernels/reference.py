@@ -19,6 +19,7 @@ from vllm.kernels.reference_gdn import GDNWeights, delta_rule_chunked, gated_del
 from vllm.kernels.reference_sampling import apply_penalties, log_probabilities, row_max, sample  # noqa: F401
 from vllm.kernels.weights import PackedExperts, PackedWeight, rows_in_range
 
+FP8, E4M3_MAX = torch.float8_e4m3fn, 448.0
 _MOST_SCORES = 1 << 24
 
 
@@ -101,15 +102,26 @@ def rotary_embedding(
 
 
 def reshape_and_cache(
-    k_TJD: Tensor, v_TJD: Tensor | None, key_cache: Tensor, value_cache: Tensor | None, slot_mapping_T: Tensor
+    k_TJD: Tensor,
+    v_TJD: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    slot_mapping_T: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
+    def stored(x: Tensor, scale: float) -> Tensor:
+        if key_cache.dtype is not FP8:
+            return x
+        return (x.to(torch.promote_types(x.dtype, torch.float32)) / scale).clamp(-E4M3_MAX, E4M3_MAX).to(FP8)
+
     block_size = key_cache.shape[2]
     real = slot_mapping_T >= 0
     slots = slot_mapping_T[real]
     block, offset = slots // block_size, slots % block_size
-    key_cache[block, :, offset] = k_TJD[real]
+    key_cache[block, :, offset] = stored(k_TJD[real], k_scale)
     if v_TJD is not None and value_cache is not None:
-        value_cache[block, :, offset] = v_TJD[real]
+        value_cache[block, :, offset] = stored(v_TJD[real], v_scale)
 
 
 def paged_attention(
@@ -127,6 +139,8 @@ def paged_attention(
     soft_cap: float = 0.0,
     query_start_loc_cpu: Tensor | None = None,
     seq_lens_cpu: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """A NaN among a chunk's own new keys or values may reach earlier rows of the chunk."""
     wide = torch.promote_types(q_THD.dtype, torch.float32)
@@ -141,7 +155,10 @@ def paged_attention(
         begin_key = max(0, length - (last - first) + 1 - sliding_window) if sliding_window else 0
         key = torch.arange(begin_key, length, device=device)
         block, offset = block_table[r, key // block_size].long(), key % block_size
-        keys, values = (cache[block, :, offset].transpose(0, 1).to(wide) for cache in (key_cache, value_cache))
+        keys, values = (
+            cache[block, :, offset].transpose(0, 1).to(wide) * factor
+            for cache, factor in ((key_cache, k_scale), (value_cache, v_scale))
+        )
         at_once = _rows_at_once(q_THD.shape[1], length)
         for begin in range(first, last, at_once):
             end = min(begin + at_once, last)

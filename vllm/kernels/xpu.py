@@ -35,6 +35,7 @@ from vllm.logger import init_logger
 logger = init_logger(__name__)
 
 _HALF = (torch.bfloat16, torch.float16)
+FP8 = torch.float8_e4m3fn
 _TOP_K = (1, 2, 4, 6, 8, 10)  # those that the experts' gather and scatter were compiled for
 _KERNELS = {
     "rms_norm": ("_C.rms_norm",),
@@ -162,20 +163,31 @@ def _in_kernels_order(key_cache: Tensor, value_cache: Tensor) -> tuple[Tensor, T
 
 
 @functools.cache
-def _unit_scale(device: torch.device) -> Tensor:
-    return torch.ones((), dtype=torch.float32, device=device)
+def _scale_of(value: float, device: torch.device) -> Tensor:
+    return torch.full((), value, dtype=torch.float32, device=device)
 
 
 def reshape_and_cache(
-    k_TJD: Tensor, v_TJD: Tensor | None, key_cache: Tensor, value_cache: Tensor | None, slot_mapping_T: Tensor
+    k_TJD: Tensor,
+    v_TJD: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    slot_mapping_T: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """Without values the keys are written twice, to one place: the kernel writes both."""
     v_TJD, value_cache = (k_TJD, key_cache) if v_TJD is None or value_cache is None else (v_TJD, value_cache)
     caches = _in_kernels_order(key_cache, value_cache)
     if k_TJD.shape[0]:
         k_TJD, v_TJD = (x if x[0].is_contiguous() else x.contiguous() for x in (k_TJD, v_TJD))
-        scale = _unit_scale(k_TJD.device)
-        torch.ops._C_cache_ops.reshape_and_cache_flash(k_TJD, v_TJD, *caches, slot_mapping_T, "auto", scale, scale)
+        kind, scales = "auto", (k_scale, k_scale if v_TJD is k_TJD else v_scale)
+        if key_cache.dtype is FP8:  # what the kernel makes of numbers beyond e4m3's is not known
+            kind, caches = "fp8", (caches[0].view(torch.uint8), caches[1].view(torch.uint8))
+            k_TJD, v_TJD = (x.clamp(-448 * s, 448 * s) for x, s in zip((k_TJD, v_TJD), scales, strict=True))
+        torch.ops._C_cache_ops.reshape_and_cache_flash(
+            k_TJD, v_TJD, *caches, slot_mapping_T, kind, *(_scale_of(s, k_TJD.device) for s in scales)
+        )
 
 
 def preferred_block_size(head_size: int, default: int) -> int:
@@ -217,6 +229,8 @@ def paged_attention(
     soft_cap: float = 0.0,
     query_start_loc_cpu: Tensor | None = None,
     seq_lens_cpu: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """The last two are the host's copies: without them each call waits for the device, because the kernel takes the
     longest query and the longest context as numbers of the host.
@@ -245,6 +259,9 @@ def paged_attention(
             raise NotImplementedError(f"requests of {lengths.tolist()} rows and {contexts.tolist()} tokens in all")
         cu_seqlens, used, blocks = with_rows(starts, query_start_loc, seq_lens, block_table)
         window = (sliding_window - 1, 0) if sliding_window else (-1, -1)
+        scales: list[Tensor | None] = [None, None]
+        if key_cache.dtype is FP8:
+            scales = [_scale_of(s, q_THD.device).expand(len(used), J) for s in (k_scale, v_scale)]
         for first in range(0, H, together):
             some = slice(first, first + together)
             wanted = out_THD[:real, some]
@@ -265,8 +282,8 @@ def paged_attention(
                     max_seqlen_k=int(contexts.max()),
                     p_dropout=0.0,
                     q_scale=None,
-                    k_scale=None,
-                    v_scale=None,
+                    k_scale=scales[0],
+                    v_scale=scales[1],
                     softmax_scale=scale,
                     softmax_sink=None,
                     zero_tensors=False,
@@ -431,7 +448,7 @@ _INT4_GROUPS = (32, 64, 128, 256)  # those that the grouped kernel was compiled 
 _trials: dict[tuple[object, ...], bool] = {}
 
 
-def pack_quantized_weight(weight: QuantizedWeight) -> QuantizedWeight:
+def pack_quantized_weight(weight: QuantizedWeight, exact: bool = False) -> QuantizedWeight:
     """As the kernels read it, its kind "xpu"; the same object where they have nothing for it, or where what they have
     fails with the first weight of its form: other kernels read plain ones. It waits for the device."""
     if weight.kind != "plain" or weight.dtype not in _HALF:

@@ -46,7 +46,7 @@ class ModelRunnerOutput:
 
 @dataclass
 class EngineCoreOutput:
-    """What one request got out of one step."""
+    """What one request got out of one step. ``queued_seconds``: it waited for its first step."""
 
     request_id: str
     new_token_ids: list[int]
@@ -55,6 +55,7 @@ class EngineCoreOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
+    queued_seconds: float = 0.0
 
     @property
     def finished(self) -> bool:

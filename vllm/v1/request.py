@@ -6,8 +6,12 @@ from __future__ import annotations
 import enum
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from vllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from vllm.v1.structured_output import Matcher
 
 
 class RequestStatus(enum.IntEnum):
@@ -47,8 +51,10 @@ class Request:
 
     The scheduler's own: the first ``num_cached_blocks`` full blocks were offered to the prefix cache and end the prefix
     ``prefix_id`` (None: this request offers no more); ``max_num_tokens`` is the length, prompt included, at which it
-    ends; ``num_prompt_logprobs`` rows of prompt log-probabilities were given out. The sampler's: ``drawn_seed``, drawn
-    once for a request that has no seed of its own, so that a preemption does not change its random stream.
+    ends; ``num_prompt_logprobs`` rows of prompt log-probabilities were given out; ``queued_ts`` (monotonic seconds) it
+    was queued, and waited ``queued_seconds`` for its first step. The sampler's: ``drawn_seed``, drawn once for a
+    request that has no seed of its own, so that a preemption does not change its random stream. ``matcher`` knows which
+    tokens the request's grammar allows next, if it has one.
     """
 
     request_id: str
@@ -68,6 +74,9 @@ class Request:
     max_num_tokens: int = 0
     num_prompt_logprobs: int = 0
     drawn_seed: int | None = None
+    queued_ts: float = 0.0
+    queued_seconds: float = 0.0
+    matcher: Matcher | None = None
     all_token_ids: list[int] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -19,6 +19,7 @@ from vllm.kernels.triton import activation, norms, rotary, routing, sampling
 
 cache, embedding = (sys.modules[f"vllm.kernels.triton.{name}"] for name in ("cache", "embedding"))
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64", torch.int32: "*i32"}
+TYPES[torch.uint8] = "*u8"
 
 
 class Launcher:
@@ -80,6 +81,10 @@ def main() -> None:
         ("rotary_embedding", (ids, qkv[:, :32], qkv[:, 32:40], new(40960, 128, dtype=torch.float32))),
         ("rotary_embedding", (ids, qkv, qkv[:, :1], new(40960, 64, dtype=torch.float32), True)),
         ("reshape_and_cache", (qkv[:, 32:40], qkv[:, 40:], *2 * (new(64, 8, 16, 128),), ids)),
+        (
+            "reshape_and_cache",
+            (qkv[:, 32:40], qkv[:, 40:], *2 * (new(64, 8, 16, 128, dtype=torch.float8_e4m3fn),), ids, 0.5, 0.25),
+        ),
         ("embedding", (ids, weights.pack_linear_weight(new(37984, D)), (37984, 75968))),
         ("topk_softmax", (new(T, 128), 8, True, 22)),
         ("topk_sigmoid", (new(T, 256), 8, True, count, new(256, dtype=torch.float32))),

@@ -355,12 +355,15 @@ import sys, torch, compiling
 from vllm.kernels.triton import attention
 
 capability, shared = map(int, sys.argv[1:])
+FP8 = torch.float8_e4m3fn
+compiling.TYPES[torch.uint8] = "*u8"
 attention.shared_memory = lambda device: shared
 
-def call(dtype, T, R, H, J, D, DV, block_size=16, window=0, sinks=False, soft_cap=0.0):
+def call(dtype, T, R, H, J, D, DV, block_size=16, window=0, sinks=False, soft_cap=0.0, cached=None):
     empty = lambda *shape, dtype=dtype: torch.empty(*shape, dtype=dtype, device="meta")
     attention.paged_attention(
-        empty(T, H, D), empty(9, J, block_size, D), empty(9, J, block_size, DV), empty(R, 256, dtype=torch.int32),
+        empty(T, H, D), *(empty(9, J, block_size, size, dtype=cached or dtype) for size in (D, DV)),
+        empty(R, 256, dtype=torch.int32),
         empty(R + 1, dtype=torch.int32), empty(R, dtype=torch.int32), 1.0, empty(T, H, DV), window, None,
         empty(H) if sinks else None, soft_cap,
     )
@@ -369,7 +372,8 @@ for case in (
     (torch.bfloat16, 2048, 4, 64, 8, 128, 128), (torch.float16, 2048, 8, 64, 8, 64, 64, 16, 128, True),
     (torch.bfloat16, 300, 2, 16, 8, 256, 256, 64, 0, False, 30.0), (torch.bfloat16, 300, 2, 12, 4, 96, 96, 24),
     (torch.bfloat16, 300, 2, 16, 16, 192, 128), (torch.bfloat16, 300, 2, 16, 1, 576, 512),
-    (torch.float32, 300, 2, 32, 8, 128, 128),
+    (torch.float32, 300, 2, 32, 8, 128, 128), (torch.bfloat16, 2048, 4, 64, 8, 128, 128, 16, 0, False, 0.0, FP8),
+    (torch.float16, 300, 2, 16, 1, 576, 512, 64, 0, False, 0.0, FP8),
 ):
     seen = compiling.launches(attention, lambda: call(*case))
     assert [launch.kernel.__name__ for launch in seen].count("_attend") == 2
@@ -380,7 +384,8 @@ for case in (
         assert kernel.metadata.shared <= shared, (case, name)
         if name == "_attend" and case[0] is not torch.float32:
             assert "mma" in kernel.asm["ptx"], (case, name)
-            assert launch.options["num_stages"] == 1 or "cp.async.cg" in kernel.asm["ptx"], (case, name)
+            copies = "cp.async.cg" in kernel.asm["ptx"]
+            assert launch.options["num_stages"] == 1 or case[-1] is FP8 or copies, (case, name)
 """
 
 

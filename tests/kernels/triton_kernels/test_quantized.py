@@ -277,10 +277,21 @@ def test_experts_with_biases(activation: str, nan_poison: None) -> None:
     assert got[2].eq(0).all()
 
 
-def test_experts_whose_columns_are_in_the_order_of_activations(nan_poison: None) -> None:
-    order = torch.randperm(32, generator=torch.Generator().manual_seed(3))
-    ids = torch.tensor([[0, 1], [1, -1], [-1, -1]])
-    check_experts("int4", ids, 2, 32, 32, BF16, group=16, input_order=order)
+@pytest.mark.parametrize("activations", [None, "int8"])
+def test_experts_whose_columns_are_in_the_order_of_activations(activations: str | None, nan_poison: None) -> None:
+    """Each expert's in its own."""
+    generator = torch.Generator().manual_seed(3)
+    order = torch.stack([torch.randperm(32, generator=generator) for _ in range(2)])
+    ids, shares, x = torch.tensor([[0, 1], [1, -1], [-1, -1]]), torch.rand(3, 2), randn(3, 32)
+    w13, w2 = of_experts("int4", 2, 48, 32, dtype=FP32, group=16, activations=activations)
+    w13 = dataclasses.replace(w13, input_order=order)
+    got = family.quantized_experts(x, w13, w2, ids, shares)
+    right = reference.quantized_experts(x.double(), w13, w2, ids, shares.double())
+    torch.testing.assert_close(got.double(), right, rtol=1e-5, atol=1e-5 * float(right.abs().max()))
+    with pytest.raises(NotImplementedError, match="order of their own"):
+        family.quantized_experts(
+            x, w13, dataclasses.replace(w2, input_order=torch.arange(48).repeat(2, 1)), ids, shares
+        )
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------

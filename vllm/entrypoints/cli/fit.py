@@ -192,6 +192,9 @@ def _remedies(vllm_config: VllmConfig, fullest: Share) -> list[str]:
         found.append(
             (fullest.weights // 2, "8-bit weights take half as much, 4-bit ones a quarter: --quantization fp8")
         )
+    if not vllm_config.cache_config.is_fp8 and fullest.block:
+        saved = fullest.block // 2 * cdiv(vllm_config.model_config.max_model_len, fullest.block_size)
+        found.append((saved, "--kv-cache-dtype fp8: twice the context or more from the same memory"))
     ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
     if fullest.experts and not parallel.enable_expert_parallel and parallel.data_parallel_size > 1:
         saved = fullest.expert_weights * (parallel.data_parallel_size - 1) // parallel.data_parallel_size
@@ -225,7 +228,7 @@ def _arguments() -> argparse.ArgumentParser:
         default=argparse.SUPPRESS,
         help="as of LLM, or int4: as if 4-bit codes in groups of 128 were stored",
     )
-    for name in ("dtype", "max-model-len", "max-num-batched-tokens", "max-num-seqs", "block-size"):
+    for name in ("dtype", "kv-cache-dtype", "max-model-len", "max-num-batched-tokens", "max-num-seqs", "block-size"):
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS)
     return parser
 

@@ -27,6 +27,7 @@ from vllm.logger import init_logger
 
 logger = init_logger(__name__)
 
+FP8 = torch.float8_e4m3fn
 _threads = torch.get_num_threads
 
 
@@ -51,8 +52,8 @@ def _at(tensor: Tensor) -> int:
 # A kernel takes one packed record of 8-byte fields, as its ``...Args`` in csrc has them: converting a dozen arguments
 # one by one would cost ctypes more than most calls compute.
 _i7, _i8, _i12 = struct.Struct("7q").pack, struct.Struct("8q").pack, struct.Struct("12q").pack
-_i16, _i19, _i21 = (struct.Struct(f"{n}q").pack for n in (16, 19, 21))
-_i15_f, _i31_ff = struct.Struct("15qd").pack, struct.Struct("31qdd").pack
+_i16, _i19 = struct.Struct("16q").pack, struct.Struct("19q").pack
+_i15_f, _i24_ff, _i32_fff = (struct.Struct(layout).pack for layout in ("15qd", "24qdd", "32qddd"))
 _FUNCTIONS = (
     "vc_panel_width",
     "vc_matrix_unit",
@@ -326,7 +327,8 @@ def rotary_embedding(
 
 
 def _cache(cache: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, int, int]:
-    """The strides of a block, of a head and of a slot of a cache that fits."""
+    """The strides of a block, of a head and of a slot of a cache that fits, of ``dtype`` or FP8."""
+    dtype = FP8 if cache.dtype is FP8 else dtype
     assert cache.shape == shape and cache.dtype is dtype, (
         f"a cache is {cache.shape} {cache.dtype}, needed {shape} {dtype}"
     )
@@ -336,11 +338,17 @@ def _cache(cache: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[i
 
 
 def reshape_and_cache(
-    k_TJD: Tensor, v_TJD: Tensor | None, key_cache: Tensor, value_cache: Tensor | None, slot_mapping_T: Tensor
+    k_TJD: Tensor,
+    v_TJD: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    slot_mapping_T: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     kernels = _kernels()
     T, J, D = shape = k_TJD.shape
-    dtype, n = k_TJD.dtype, k_TJD.dtype.itemsize
+    dtype, n, c = k_TJD.dtype, k_TJD.dtype.itemsize, key_cache.dtype.itemsize
     blocks, _, block_size, _ = key_cache.shape
     k0, k1, k2 = k_TJD.stride()
     kc0, kc1, kc2 = _cache(key_cache, (blocks, J, block_size, D), dtype)
@@ -351,16 +359,17 @@ def reshape_and_cache(
         v0, v1, v2 = v_TJD.stride()
         assert v2 == 1, f"last stride of v is {v2}, needed 1"
         vc0, vc1, vc2 = _cache(value_cache, (blocks, J, block_size, D), dtype)
+        assert value_cache.dtype is key_cache.dtype, f"caches are {key_cache.dtype} and {value_cache.dtype}"
         v, values = _at(v_TJD), _at(value_cache)
     assert k2 == 1, f"last stride of k is {k2}, needed 1"
     assert slot_mapping_T.shape == (T,) and slot_mapping_T.dtype is torch.int64 and slot_mapping_T.is_contiguous(), (
         f"slots are {slot_mapping_T.shape} {slot_mapping_T.dtype}, needed int64 {(T,)}"
     )
     bad = kernels.vc_reshape_and_cache(
-        _i21(
-            T, J, D * n, blocks, block_size, _at(k_TJD), k0 * n, k1 * n, v, v0 * n, v1 * n,
-            _at(key_cache), kc0 * n, kc1 * n, kc2 * n, values, vc0 * n, vc1 * n, vc2 * n,
-            _at(slot_mapping_T), _threads(),
+        _i24_ff(
+            T, J, D, D * n, _CODE[dtype], key_cache.dtype is FP8, blocks, block_size, _at(k_TJD), k0 * n, k1 * n, v,
+            v0 * n, v1 * n, _at(key_cache), kc0 * c, kc1 * c, kc2 * c, values, vc0 * c, vc1 * c, vc2 * c,
+            _at(slot_mapping_T), _threads(), k_scale, v_scale,
         )
     )  # fmt: skip
     assert not bad, (
@@ -383,6 +392,8 @@ def paged_attention(
     soft_cap: float = 0.0,
     query_start_loc_cpu: Tensor | None = None,
     seq_lens_cpu: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     kernels = _kernels()
     R = query_start_loc.shape[0] - 1 if num_reqs is None else num_reqs
@@ -395,6 +406,7 @@ def paged_attention(
     )
     kc0, kc1, kc2 = _cache(key_cache, (blocks, J, block_size, D), dtype)
     vc0, vc1, vc2 = _cache(value_cache, (blocks, J, block_size, DV), dtype)
+    assert value_cache.dtype is key_cache.dtype, f"caches are {key_cache.dtype} and {value_cache.dtype}"
     (q0, q1, q2), (o0, o1, o2) = q_THD.stride(), out_THD.stride()
     assert q2 == o2 == 1, f"last strides are {q2}, {o2}, needed 1"
     assert block_table.dtype is query_start_loc.dtype is seq_lens.dtype is torch.int32, (
@@ -411,10 +423,11 @@ def paged_attention(
         assert sinks.shape == (H,), f"sinks are {sinks.shape}, needed {(H,)}"
         of_sinks = _at(sinks)
     bad = kernels.vc_paged_attention(
-        _i31_ff(
+        _i32_fff(
             _CODE[dtype], _at(q_THD), q0, q1, _at(key_cache), kc0, kc1, kc2, _at(value_cache), vc0, vc1, vc2,
             _at(block_table), table0, _at(query_start_loc), _at(seq_lens), R, T, H, J, D, DV, blocks, block_size,
-            table_blocks, sliding_window, _at(out_THD), o0, o1, of_sinks, _threads(), scale, soft_cap,
+            table_blocks, sliding_window, _at(out_THD), o0, o1, of_sinks, _threads(),
+            key_cache.dtype is FP8, scale * k_scale, soft_cap, v_scale,
         )
     )  # fmt: skip
     assert not bad, (

@@ -23,10 +23,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm.kernels.triton.cards import shared_memory
+from vllm.kernels.triton.cards import has_fp8, shared_memory
+from vllm.kernels.triton.quantized import e4m3
 
 LOG2_E = math.log2(math.e)
 ANY = 2**31 - 1
+FP8 = torch.float8_e4m3fn
 MAX_HEAD_SIZE, MAX_VALUE_SIZE = 576, 512
 
 
@@ -72,11 +74,22 @@ def _load(pointers, some, inside, MASKED: tl.constexpr, RAGGED: tl.constexpr, WI
 
 
 @triton.jit
+def _cached(pointers, some, inside, q, MASKED: tl.constexpr, RAGGED: tl.constexpr, WIDE: tl.constexpr,
+            CODES: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+    """Part of a cache of q's type, or of e4m3 as bytes."""
+    if CODES:
+        x = e4m3(_load(pointers, some, inside, MASKED, RAGGED, False), NATIVE).to(q.dtype)
+    else:
+        x = _load(pointers, some, inside, MASKED, RAGGED, WIDE)
+    return x
+
+
+@triton.jit
 def _add_keys(
     acc, top, total, q, q_rest, k_ptr, v_ptr, table_ptr, begin, lo, hi, position, scale, soft_cap, window, stride_kb,
     stride_kn, stride_vb, stride_vn, MASKED: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr,
-    DVP: tl.constexpr,
+    CODES: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr,
+    D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
 ):  # fmt: skip
     """The keys [begin, begin + KEYS) into the softmax of the tile's rows: weighted values, maximum and sum of weights.
     MASKED: some rows do not see all of them; those outside [lo, hi) no row sees, and they are not read."""
@@ -88,11 +101,12 @@ def _add_keys(
         block = tl.load(table_ptr + key // BLOCK).to(tl.int64)
     k = k_ptr + (block * stride_kb + key % BLOCK * stride_kn)
     d = tl.arange(0, D1)
-    k_DN = _load(k[None, :] + d[:, None], some[None, :], (d < D)[:, None], MASKED, D1 > D, WIDE)
+    k_DN = _cached(k[None, :] + d[:, None], some[None, :], (d < D)[:, None], q, MASKED, D1 > D, WIDE, CODES, NATIVE)
     scores = tl.dot(q, k_DN, input_precision="ieee")
     if D2 > 0:
         d2 = D1 + tl.arange(0, D2)
-        k_DN = _load(k[None, :] + d2[:, None], some[None, :], (d2 < D)[:, None], MASKED, D1 + D2 > D, WIDE)
+        inside = (d2 < D)[:, None]
+        k_DN = _cached(k[None, :] + d2[:, None], some[None, :], inside, q, MASKED, D1 + D2 > D, WIDE, CODES, NATIVE)
         scores = tl.dot(q_rest, k_DN, scores, input_precision="ieee")
     scores *= scale
     if CAP:  # the tangent of the magnitude: exp2 of a positive number could overflow
@@ -113,7 +127,9 @@ def _add_keys(
     total = total * decay + tl.sum(weights, 1)
     d_v = tl.arange(0, DVP)
     v = v_ptr + (block * stride_vb + key % BLOCK * stride_vn)
-    v_ND = _load(v[:, None] + d_v[None, :], some[:, None], (d_v < DV)[None, :], MASKED, DVP > DV, WIDE)
+    v_ND = _cached(
+        v[:, None] + d_v[None, :], some[:, None], (d_v < DV)[None, :], q, MASKED, DVP > DV, WIDE, CODES, NATIVE
+    )
     acc = tl.dot(weights.to(v_ND.dtype), v_ND, acc * decay[:, None], input_precision="ieee")
     return acc, peak, total
 
@@ -121,11 +137,12 @@ def _add_keys(
 @triton.jit(do_not_specialize=["T", "R", "least", "most", "window"])
 def _attend(
     q_ptr, k_ptr, v_ptr, out_ptr, sums_ptr, peaks_ptr, table_ptr, starts_ptr, lens_ptr, sinks_ptr, T, R, least, most,
-    scale, soft_cap, window, stride_qt, stride_qh, stride_kb, stride_kj, stride_kn, stride_vb, stride_vj, stride_vn,
-    stride_ot, stride_oh, stride_table, SEARCH: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr,
-    QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
-    SCAN: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    scale, soft_cap, v_scale, window, stride_qt, stride_qh, stride_kb, stride_kj, stride_kn, stride_vb, stride_vj,
+    stride_vn, stride_ot, stride_oh, stride_table, SEARCH: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr, WIDE: tl.constexpr, CODES: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr,
+    G: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    SPLITS: tl.constexpr, LEAST: tl.constexpr, SCAN: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr,
 ):  # fmt: skip
     """One split of one tile, of a request of ``least`` to ``most`` queries. Without SEARCH tile r is request r's, which
     has one. Into out when the split is the only one that has keys, else into sums and peaks."""
@@ -196,23 +213,23 @@ def _attend(
             acc, top, total = _add_keys(
                 acc, top, total, q_MD, q_rest, k_ptr, v_ptr, table_ptr, at, lo, hi, position, scale, soft_cap, window,
                 stride_kb, stride_kn, stride_vb, stride_vn,
-                True, WINDOW, CAP, WIDE, BLOCK, KEYS, D, D1, D2, DV, DVP,
+                True, WINDOW, CAP, WIDE, CODES, NATIVE, BLOCK, KEYS, D, D1, D2, DV, DVP,
             )  # fmt: skip
     for at in range(whole_from, whole_to, KEYS):
         acc, top, total = _add_keys(
             acc, top, total, q_MD, q_rest, k_ptr, v_ptr, table_ptr, at, lo, hi, position, scale, soft_cap, window,
             stride_kb, stride_kn, stride_vb, stride_vn,
-            False, WINDOW, CAP, WIDE, BLOCK, KEYS, D, D1, D2, DV, DVP,
+            False, WINDOW, CAP, WIDE, CODES, NATIVE, BLOCK, KEYS, D, D1, D2, DV, DVP,
         )  # fmt: skip
     for at in range(whole_to, end, KEYS):
         acc, top, total = _add_keys(
             acc, top, total, q_MD, q_rest, k_ptr, v_ptr, table_ptr, at, lo, hi, position, scale, soft_cap, window,
             stride_kb, stride_kn, stride_vb, stride_vn,
-            True, WINDOW, CAP, WIDE, BLOCK, KEYS, D, D1, D2, DV, DVP,
+            True, WINDOW, CAP, WIDE, CODES, NATIVE, BLOCK, KEYS, D, D1, D2, DV, DVP,
         )  # fmt: skip
     if share >= steps:
         out += (start + query)[:, None].to(tl.int64) * stride_ot
-        result = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+        result = (acc / total[:, None] * v_scale).to(out_ptr.dtype.element_ty)
         tl.store(out, result, mask=real[:, None] & (d_v < DV)[None, :])
     else:
         part = ((tile.to(tl.int64) * tl.num_programs(1) + group) * SPLITS + split) * ROWS + row
@@ -223,10 +240,10 @@ def _attend(
 
 @triton.jit(do_not_specialize=["R", "most", "window"])
 def _merge(
-    out_ptr, sums_ptr, peaks_ptr, starts_ptr, lens_ptr, R, most, window, stride_ot, stride_oh, SEARCH: tl.constexpr,
-    WINDOW: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, SCAN: tl.constexpr, DV: tl.constexpr,
-    DVP: tl.constexpr, COLUMNS: tl.constexpr,
+    out_ptr, sums_ptr, peaks_ptr, starts_ptr, lens_ptr, R, most, v_scale, window, stride_ot, stride_oh,
+    SEARCH: tl.constexpr, WINDOW: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, SCAN: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """COLUMNS values of a row whose keys several splits have shared."""
     tile = tl.program_id(0)
@@ -258,7 +275,7 @@ def _merge(
     total = tl.load(peaks_ptr + 2 * part + 1, mask=written, other=0.0)
     sums = tl.load(sums_ptr + part[:, None] * DVP + d[None, :], mask=written[:, None], other=0.0)
     weight = tl.exp2(top - tl.max(top, 0))
-    result = tl.sum(sums * weight[:, None], 0) / tl.sum(total * weight, 0)
+    result = tl.sum(sums * weight[:, None], 0) / tl.sum(total * weight, 0) * v_scale
     head = group // parts * G + in_group
     out = out_ptr + (start + query).to(tl.int64) * stride_ot + head.to(tl.int64) * stride_oh + d
     tl.store(out, result.to(out_ptr.dtype.element_ty), mask=d < DV)
@@ -381,6 +398,8 @@ def paged_attention(
     soft_cap: float = 0.0,
     query_start_loc_cpu: Tensor | None = None,
     seq_lens_cpu: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """The operator for any block size. The value cache may be a view of the key cache.
 
@@ -404,8 +423,10 @@ def paged_attention(
     assert key_cache.shape == (blocks, J, block_size, D), f"key cache is {key_cache.shape}, q {q_THD.shape}"
     assert value_cache.shape == (blocks, J, block_size, DV), f"caches are {key_cache.shape}, {value_cache.shape}"
     assert out_THD.shape == (T, H, DV), f"out is {out_THD.shape}, needed {(T, H, DV)}"
-    kinds = (key_cache.dtype, value_cache.dtype, out_THD.dtype)
-    assert kinds == (dtype,) * 3, f"caches and out are {kinds}, q {dtype}"
+    kinds, codes = (key_cache.dtype, value_cache.dtype, out_THD.dtype), key_cache.dtype is FP8
+    assert kinds == (FP8 if codes else dtype,) * 2 + (dtype,), f"caches and out are {kinds}, q {dtype}"
+    if codes:
+        key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
     last = tuple(t.stride(-1) for t in (q_THD, key_cache, value_cache, out_THD))
     assert last == (1,) * 4, f"last strides of q, caches, out are {last}, needed 1"
     tables = (block_table.dtype, query_start_loc.dtype, seq_lens.dtype)
@@ -423,6 +444,7 @@ def paged_attention(
     if not R:
         out_THD.zero_()
         return
+    scale *= k_scale
     G, interpreted = H // J, triton.knobs.runtime.interpret
     longest = block_table.shape[1] * block_size
     few = _plan_few(R, G, J, D, DV, dtype, min(longest, sliding_window or longest), interpreted)
@@ -444,16 +466,18 @@ def paged_attention(
         }  # fmt: skip
         _attend[(cut.tiles, cut.groups, plan.splits)](
             q_THD, key_cache, value_cache, out_THD, sums, peaks, block_table, query_start_loc, seq_lens,
-            q_THD if sinks is None else sinks, T, R, cut.fewest, cut.most, scale / soft_cap if cap else scale * LOG2_E,
-            soft_cap * LOG2_E, sliding_window, *q_THD.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
-            *out_THD.stride()[:2], block_table.stride(0), SINKS=sinks is not None, CAP=cap, WIDE=interpreted,
-            BLOCK=block_size, D=D, D1=d1, D2=d2, num_warps=plan.warps, num_stages=plan.stages, **common,
+            q_THD if sinks is None else sinks, T, R, cut.fewest, cut.most,
+            scale / soft_cap if cap else scale * LOG2_E, soft_cap * LOG2_E, v_scale, sliding_window,
+            *q_THD.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3], *out_THD.stride()[:2],
+            block_table.stride(0), SINKS=sinks is not None, CAP=cap, WIDE=interpreted, CODES=codes,
+            NATIVE=has_fp8(q_THD.device), BLOCK=block_size, D=D, D1=d1, D2=d2, num_warps=plan.warps,
+            num_stages=plan.stages, **common,
         )  # fmt: skip
         if cut.parts:
             columns = min(dvp, 128)
             _merge[(cut.tiles, cut.groups * (dvp // columns), cut.queries * cut.heads)](
-                out_THD, sums, peaks, query_start_loc, seq_lens, R, cut.most, sliding_window, *out_THD.stride()[:2],
-                COLUMNS=columns, num_warps=1 if plan.splits <= 8 else 4, **common,
+                out_THD, sums, peaks, query_start_loc, seq_lens, R, cut.most, v_scale, sliding_window,
+                *out_THD.stride()[:2], COLUMNS=columns, num_warps=1 if plan.splits <= 8 else 4, **common,
             )  # fmt: skip
 
 

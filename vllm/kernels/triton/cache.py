@@ -14,9 +14,23 @@ _MOST_ELEMENTS = 32768  # that a program holds
 
 
 @triton.jit
+def _codes(x, scale):
+    """e4m3 of ``x / scale``: the nearest, of two the even one, at most 448 in size; a NaN stays one."""
+    x = tl.div_rn(x.to(tl.float32), scale)
+    bits = x.to(tl.uint32, bitcast=True)
+    sign, size = (bits >> 24) & 0x80, (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+    size = tl.where(size > 448.0, 448.0, size)
+    bits = size.to(tl.uint32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960  # the exponents' biases differ by 120
+    small = (size + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000  # whole 2^-9, e4m3's least
+    code = tl.where(x != x, 0x7F, tl.where(size < 0.015625, small, normal))  # noqa: PLR0124  a NaN
+    return (code | sign).to(tl.uint8)
+
+
+@triton.jit
 def _write_kernel(
     k, k0, k1, v, v0, v1, keys, keys0, keys1, keys2, values, values0, values1, values2, slots, block_size, J, D,
-    VALUES: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    k_scale, v_scale, VALUES: tl.constexpr, CODES: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + t).to(tl.int64)
@@ -25,14 +39,24 @@ def _write_kernel(
         j, d = tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
         live = (j < J) & (d < D)
         key = tl.load(k + t * k0 + j * k1 + d, live)
+        if CODES:
+            key = _codes(key, k_scale)
         tl.store(keys + block * keys0 + j * keys1 + offset * keys2 + d, key, live)
         if VALUES:
             value = tl.load(v + t * v0 + j * v1 + d, live)
+            if CODES:
+                value = _codes(value, v_scale)
             tl.store(values + block * values0 + j * values1 + offset * values2 + d, value, live)
 
 
 def reshape_and_cache(
-    k_TJD: Tensor, v_TJD: Tensor | None, key_cache: Tensor, value_cache: Tensor | None, slot_mapping_T: Tensor
+    k_TJD: Tensor,
+    v_TJD: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    slot_mapping_T: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     T, J, D = shape = k_TJD.shape
     dtype, block_size = k_TJD.dtype, key_cache.shape[2]
@@ -40,13 +64,18 @@ def reshape_and_cache(
     if heads * block > _MOST_ELEMENTS:
         raise NotImplementedError(f"{J} heads of size {D}, the most is {_MOST_ELEMENTS} elements")
     fits("k", k_TJD, shape, dtype)
+    codes = key_cache.dtype is torch.float8_e4m3fn
+    if codes:
+        key_cache = key_cache.view(torch.uint8)
+        value_cache = None if value_cache is None else value_cache.view(torch.uint8)
     v, values = (k_TJD, key_cache) if v_TJD is None or value_cache is None else (v_TJD, value_cache)
     fits("v", v, shape, dtype)
     for cache in (key_cache, values):
-        fits("a cache", cache, (key_cache.shape[0], J, block_size, D), dtype)
+        fits("a cache", cache, (key_cache.shape[0], J, block_size, D), torch.uint8 if codes else dtype)
     fits("slot_mapping", slot_mapping_T, (T,), torch.int64)
     if T:
         _write_kernel[(T,)](
             k_TJD, *rows_of(k_TJD)[2:], v, *rows_of(v)[2:], key_cache, *key_cache.stride()[:3],
-            values, *values.stride()[:3], slot_mapping_T, block_size, J, D, v is v_TJD, heads, block,
+            values, *values.stride()[:3], slot_mapping_T, block_size, J, D, k_scale, v_scale, v is v_TJD, codes, heads,
+            block,
         )  # fmt: skip

@@ -12,6 +12,7 @@ It ran in Triton's interpreter and was compiled for CUDA; no hardware has run it
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def _e2m1(code):
 
 
 @triton.jit
-def _e4m3(code, NATIVE: tl.constexpr):
+def e4m3(code, NATIVE: tl.constexpr):
     if NATIVE:
         value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:  # sign, exponent and mantissa stand at float16's places; the exponents' biases differ by 8
@@ -53,7 +54,7 @@ def _unpacked(codes, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
     if FORMAT == "int8":
         values = codes.to(tl.int8, bitcast=True)
     elif FORMAT == "fp8":
-        values = _e4m3(codes, NATIVE)
+        values = e4m3(codes, NATIVE)
     else:
         values = tl.interleave(codes & 15, codes >> 4)
         if FORMAT == "mxfp4":
@@ -532,7 +533,15 @@ def quantized_experts(
     tiles_2 = _tiles(w2, P / E, 8, triton.knobs.runtime.interpret)
     order, cut, num_tiles = experts.arranged(ids, E, tiles.rows)
     grouped = order, cut, num_tiles, S
-    h = _multiply(x_TD, w13, x_TD.new_empty(P, w2.K), tiles, b13, grouped, activation == "swigluoai")
+    if w2.input_order is not None:
+        raise NotImplementedError("experts whose w2 has its columns in an order of their own")
+    h = x_TD.new_empty(P, w2.K)
+    if w13.input_order is None:
+        _multiply(x_TD, w13, h, tiles, b13, grouped, activation == "swigluoai")
+    else:  # each pair of a token and an expert has a row of its own
+        x_PD = x_TD.repeat_interleave(S, 0).gather(1, w13.input_order[ids.flatten().clamp(min=0)])
+        plain = dataclasses.replace(w13, input_order=None)
+        _multiply(x_PD, plain, h, tiles, b13, (order, cut, num_tiles, 1), activation == "swigluoai")
     y = _multiply(h, w2, x_TD.new_empty(P, w2.N), tiles_2, b2, grouped)
     return experts.combined(y, ids, weights, out, E)
 

@@ -117,7 +117,7 @@ class LinearBase(nn.Module):
             if isinstance(loaded, QuantizedWeight):
                 self.parts[shard.at] = copied(loaded.columns(shard.cols))
                 return
-            assert not self.is_quantized, f"{shard.name}: a float shard for quantised ones"
+            assert not isinstance(self.packed, QuantizedWeight), f"{shard.name}: a float shard for quantised ones"
             if (
                 self.weight is None
                 and isinstance(self.packed, PackedWeight)
@@ -168,10 +168,7 @@ class LinearBase(nn.Module):
                 assert self.weight is not None, f"{self.shards[0].name}: no weight was loaded"
                 products.append((rows, ops.pack_linear_weight(self.weight[rows].clone())))
         self.weight = None
-        if len(products) == 1:
-            self.packed = products[0][1]
-        else:
-            self.products = products
+        self.packed, self.products = (products[0][1], None) if len(products) == 1 else (None, products)
 
     @property
     def is_quantized(self) -> bool:

@@ -11,6 +11,8 @@ from torch import nn
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.model_executor.layers.quantization.kv_cache import load_cache_scales
+from vllm.model_executor.model_loader.weight_update import HeldForms
 from vllm.model_executor.model_loader.weight_utils import (
     StoredTensor,
     dummy_tensors,
@@ -70,6 +72,9 @@ def get_model(vllm_config: VllmConfig) -> nn.Module:
     quantization = config.quant_config
     if (checkpoint_name := getattr(model, "checkpoint_name", None)) is not None:
         stored = [dataclasses.replace(tensor, name=checkpoint_name(tensor.name)) for tensor in stored]
+    names = () if config.load_format == "dummy" else [tensor.name for tensor in stored]
+    if vllm_config.cache_config.is_fp8:
+        load_cache_scales(model, stored, quantization)
     if config.load_format != "dummy" and path.is_file():
         from vllm.model_executor.model_loader.gguf_loader import kept_quantised
 
@@ -77,6 +82,13 @@ def get_model(vllm_config: VllmConfig) -> nn.Module:
     if quantization is not None:
         of_files = config.load_format != "dummy"
         stored = (quantization.adapt if of_files else quantization.quantised_in_place)(stored, specs)
+        if not any(tensor.codes or tensor.unreadable for tensor in stored):
+            logger.warning("the checkpoint is said to be quantised by %s, but no matrix is", quantization.method)
+    model.held_forms = HeldForms(  # type: ignore[assignment]
+        quantization,
+        frozenset(tensor.name for tensor in stored if tensor.codes),
+        HeldForms.by_matrix(quantization, names),
+    )
     ignored = getattr(model, "ignored_weights", ())
     stored = without_extra_layers(stored, specs, ignored, origin)
     if (stand_in := getattr(model, "stand_in", None)) is not None:

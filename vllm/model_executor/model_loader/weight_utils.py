@@ -36,6 +36,7 @@ _CODES = {  # parts of quantised matrices
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": getattr(torch, "float8_e8m0fnu", None),
 }
+FLOATS = tuple(_FLOATS.values())
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 
 

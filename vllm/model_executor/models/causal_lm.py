@@ -14,8 +14,9 @@ from torch import nn
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.model_executor.layers.quantization.kv_cache import cached_in_fp8
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.weight_update import drop_weights, move_weights, update_weights
+from vllm.model_executor.model_loader.weight_update import HeldForms, drop_weights, move_weights, update_weights
 from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.parameter import WeightSpec, collect_weight_specs
 
@@ -33,9 +34,9 @@ class CausalLM(nn.Module):
     the decoder.
 
     ``transposed_experts``: how checkpoints stack experts, see ``weight_utils.read_safetensors``.
-    ``ignored_weights``: rotary tables, which are computed; scales of a quantised KV cache or of quantised activations,
-    as both are in the model's dtype here; the value head of a reinforcement learner. So are the
-    ``num_nextn_predict_layers`` past the last layer, which predict several tokens at once.
+    ``ignored_weights``: rotary tables, which are computed; scales of a quantised KV cache, which ``load_cache_scales``
+    reads where it is one, or of activations, which are in the model's dtype here; the value head of a reinforcement
+    learner. So are the ``num_nextn_predict_layers`` past the last layer, which predict several tokens at once.
     """
 
     model_cls: ClassVar[type[DecoderModel]]
@@ -56,6 +57,9 @@ class CausalLM(nn.Module):
             numbers = "|".join(map(str, range(first, first + extra)))
             self.ignored_weights = (*self.ignored_weights, rf"^(\w+\.)*layers\.({numbers})\.")
         self.model = self.model_cls(vllm_config, f"{root}{self.model_prefix}")
+        if vllm_config.cache_config.is_fp8:
+            for layer in cached_in_fp8(self):
+                layer.cache_dtype = torch.float8_e4m3fn
         self.tied = bool(getattr(config, "tie_word_embeddings", False))
         self.lm_head = ParallelLMHead(
             config.vocab_size,
@@ -66,6 +70,7 @@ class CausalLM(nn.Module):
         )
         self.device, self.dtype = torch.get_default_device(), dtype
         self.missing_weights: set[str] = set()
+        self.held_forms = HeldForms()
         self.has_new_weights = False
 
     @classmethod
@@ -81,6 +86,18 @@ class CausalLM(nn.Module):
     def _spec_of(self) -> dict[str, WeightSpec]:
         return {spec.name: spec for spec in self.weight_specs()}
 
+    @functools.cached_property
+    def _of_module(self) -> dict[int, set[str]]:
+        of: dict[int, set[str]] = {}
+        for name, spec in self._spec_of.items():
+            if spec.needed and not spec.optional:
+                of.setdefault(id(spec.owner), set()).add(name)
+        return of
+
+    def weights_of(self, module: nn.Module | None) -> set[str]:
+        """The names of the weights that ``module`` cannot do without."""
+        return self._of_module.get(id(module), set())
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Replace weights in place, in the middle of an engine's life too; see ``weight_update.update_weights``.
 
@@ -89,12 +106,12 @@ class CausalLM(nn.Module):
         self.has_new_weights = True
         with torch.no_grad(), torch.device(self.device):
             taken = update_weights(self, self._spec_of, weights, self.dtype)
-        self.missing_weights -= taken
         return taken
 
     def forget_weight_specs(self) -> None:
         """Experts have moved: others of them are this rank's to load."""
         vars(self).pop("_spec_of", None)
+        vars(self).pop("_of_module", None)
 
     def drop_weights(self) -> None:
         """Free all weights; each is in ``missing_weights`` until ``load_weights`` brings it."""

@@ -81,10 +81,13 @@ class AttentionImpl(ABC):
         metadata: Any,
         output: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> None:
         """query [T, H, D], key and value [T, J, D] → rows [0, num_actual_tokens) of output [T, H, D].
 
-        sinks [H]: logits of one more column of each head's softmax, without a value.
+        sinks [H]: logits of one more column of each head's softmax, without a value. The scales are those of a float8
+        cache, see ``ops.reshape_and_cache``.
 
         Writes key and value of the rows whose slot is not -1 into kv_cache first. Rows of output from
         num_actual_tokens on are left as they are: the layer sets them to 0.

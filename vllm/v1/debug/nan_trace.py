@@ -244,7 +244,8 @@ def _memory(layer: Any, attn_metadata: Any, request: int) -> str:
         return f" input was clean; state_slot={slot} nan_in={bad}"
     length, block_size = int(metadata.seq_lens_cpu[request]), layer.kv_cache[0].shape[2]
     blocks = metadata.block_table[request, : -(-length // block_size)].long()
-    bad_slots = sum((~cache[blocks].isfinite()).any(3).any(1).flatten()[:length].long() for cache in layer.kv_cache)
+    held = (cache[blocks].float() for cache in layer.kv_cache)
+    bad_slots = sum((~x.isfinite()).any(3).any(1).flatten()[:length].long() for x in held)
     positions = bad_slots.nonzero().flatten()
     named = blocks[positions // block_size].unique().tolist()
     return f" input was clean; kv_blocks={named} nan_at_positions={positions[:_SHOWN].tolist()}..."

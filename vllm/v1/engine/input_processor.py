@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.config import VllmConfig
 from vllm.inputs import PromptType, check_text, parse_prompt, split_tokenization_kwargs
 from vllm.sampling_params import SamplingParams, check_truncation
+from vllm.v1.structured_output import Grammars, as_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,6 +37,7 @@ class InputProcessor:
     ) -> None:
         self.model_config = vllm_config.model_config
         self.tokenizer = tokenizer
+        self.grammars = Grammars(lambda: tokenizer)
         self.eos_token_id: int | None = None if tokenizer is None else tokenizer.eos_token_id
         ends = generation_config.get("eos_token_id")
         ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
@@ -123,5 +125,8 @@ class InputProcessor:
                 "use stop_token_ids"
             )
         params.verify(self.model_config.vocab_size, self.model_config.max_logprobs)
+        if params.structured_outputs is not None:
+            params.structured_outputs = as_text(params.structured_outputs)
+            self.grammars.check(params.structured_outputs)
         if not params.ignore_eos:
             params.stop_token_ids = list(dict.fromkeys([*(params.stop_token_ids or ()), *self.other_eos_token_ids]))

@@ -3,53 +3,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from vllm.config import ModelConfig, VllmConfig
+from vllm.distributed import get_dp_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import PromptType
-from vllm.logger import init_logger
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import get_tokenizer
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.debug import watchdog
+from vllm.v1.engine.core import EngineCore, EngineStats
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.executor.abstract import Executor
-from vllm.v1.metrics.reader import Counter, Gauge, Metric
+from vllm.v1.metrics.reader import Metric
+from vllm.v1.metrics.stats import rank_stats
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.worker.gpu_worker import Worker
-
-logger = init_logger(__name__)
-
-_LOG_INTERVAL_S = 10.0
-
-
-@dataclass
-class EngineStats:
-    """What the engine has done. ``context_tokens``: keys and values read, summed over the requests of each step."""
-
-    steps: int = 0
-    tokens: int = 0
-    context_tokens: int = 0
-    output_tokens: int = 0
-
-    def record_scheduled(self, output: SchedulerOutput) -> None:
-        """Call before the scheduler takes in the step's result."""
-        self.steps += 1
-        self.tokens += output.total_num_scheduled_tokens
-        self.context_tokens += output.total_num_scheduled_tokens + sum(r.num_computed_tokens for r in output.requests)
-
-    def since(self, before: EngineStats) -> EngineStats:
-        now, then = dataclasses.asdict(self), dataclasses.asdict(before)
-        return EngineStats(**{name: now[name] - then[name] for name in now})
 
 
 class LLMEngine:
@@ -71,40 +42,13 @@ class LLMEngine:
                 revision=config.tokenizer_revision,
             )
         self.output_processor = OutputProcessor(self.tokenizer, log_stats=not vllm_config.disable_log_stats)
-        self.worker = Worker(vllm_config)
+        core = self.engine_core = EngineCore(vllm_config, generation_config)
+        self.worker, self.scheduler = core.worker, core.scheduler
+        self.stats: EngineStats = core.stats
         self.model_executor = Executor(self.worker)
-        try:
-            self.worker.init_device()
-            self.worker.check_settings(generation_config)
-            with watchdog.telling("the engine's start"):
-                self.worker.load_model()
-                available = self.worker.determine_available_memory()
-                kv_cache_config = get_kv_cache_config(
-                    self.worker.get_kv_cache_specs(), available, vllm_config, config.fit_max_model_len
-                )
-                self.worker.initialize_kv_cache(kv_cache_config)
-                tokens = (kv_cache_config.num_blocks - 1) * kv_cache_config.block_size
-                if tokens < config.max_model_len:
-                    logger.warning(
-                        "max_model_len=%d: the KV cache does not hold %d tokens", tokens, config.max_model_len
-                    )
-                    config = dataclasses.replace(config, max_model_len=tokens)
-                    vllm_config = dataclasses.replace(vllm_config, model_config=config)
-                self.vllm_config = vllm_config
-                self.input_processor = InputProcessor(vllm_config, self.tokenizer, generation_config)
-                self.scheduler = Scheduler(vllm_config, kv_cache_config)
-        except BaseException:
-            self.shutdown()
-            raise
-        self.is_torn = False  # a step has begun and not ended
-        self.stats = EngineStats()
-        self._logged = (time.monotonic(), EngineStats())
-        logger.info(
-            "KV cache of %d tokens (%.2f GiB); a request has at most %d",
-            tokens,
-            kv_cache_config.total_bytes / 2**30,
-            config.max_model_len,
-        )
+        self.vllm_config = core.vllm_config
+        self.input_processor = InputProcessor(self.vllm_config, self.tokenizer, generation_config)
+        self.scheduler.grammars = self.input_processor.grammars
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, usage_context: Any = None) -> LLMEngine:
@@ -146,12 +90,13 @@ class LLMEngine:
         )
         try:
             for child_id, child_params in children:
-                self.scheduler.add_request(
+                self.engine_core.add_request(
                     Request(child_id, checked.prompt_token_ids, child_params, checked.eos_token_id, arrival_time)
                 )
         except ValueError:
             self.abort_request([request_id])
             raise
+        self.output_processor.accepted(request_id)
         return request_id
 
     def step(self) -> list[RequestOutput]:
@@ -160,40 +105,28 @@ class LLMEngine:
         With several ranks every one calls this as long as ``has_unfinished_requests``. What it raises ends the run on
         all of them.
         """
-        if self.worker.take_new_weights():
-            self.scheduler.reset_prefix_cache()
-        self.is_torn = True
-        with self.worker.step():
-            outputs = self._step()
-        self.is_torn = False
-        return outputs
-
-    def _step(self) -> list[RequestOutput]:
-        scheduler_output = self.scheduler.schedule()
-        if not self.vllm_config.disable_log_stats:
-            self.stats.record_scheduled(scheduler_output)
-            self.output_processor.record_scheduled(scheduler_output.started)
-        runner_output = self.worker.execute_model(
-            scheduler_output, has_unfinished=self.scheduler.has_unfinished_requests()
-        )
-        outputs = self.scheduler.update_from_output(scheduler_output, runner_output)
-        processed, stopped = self.output_processor.process_outputs(outputs)
-        self.scheduler.finish_requests(stopped, RequestStatus.FINISHED_STOPPED)
-        if not self.vllm_config.disable_log_stats:
-            self.stats.output_tokens += sum(len(output.new_token_ids) for output in outputs)
-            self._log_stats()
+        with self.engine_core.in_step():
+            outputs = self.engine_core.run_step()
+            processed, stopped = self.output_processor.process_outputs(outputs)
+            self.engine_core.abort_requests(stopped, RequestStatus.FINISHED_STOPPED)
+            if (metrics := self.output_processor.metrics) is not None:
+                metrics.record_rank(0, rank_stats(self))
+            self.engine_core.log_stats()
         return processed
+
+    @property
+    def is_torn(self) -> bool:
+        """A step has begun and not ended."""
+        return self.engine_core.is_torn
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """Drop requests, at any moment between steps; ids that are not in use are ignored."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        self.scheduler.finish_requests(self.output_processor.abort_requests(ids), RequestStatus.FINISHED_ABORTED)
+        self.engine_core.abort_requests(self.output_processor.abort_requests(ids))
 
     def has_unfinished_requests(self) -> bool:
         """Whether a further ``step`` is due: requests here, or on any rank when the last step was agreed on."""
-        return self.scheduler.has_unfinished_requests() or (
-            self.vllm_config.parallel_config.world_size > 1 and self.worker.any_unfinished_across_dp
-        )
+        return self.engine_core.has_unfinished_requests()
 
     def keep_step(self, since: int) -> None:
         """Take part in what the other ranks do until they are done, without requests of this rank's own.
@@ -216,6 +149,7 @@ class LLMEngine:
         """Take ``tokenizer`` for the requests that come from now on; the model's end tokens stay as they are."""
         self.tokenizer = tokenizer
         self.input_processor = InputProcessor(self.vllm_config, tokenizer, self.generation_config)
+        self.scheduler.grammars = self.input_processor.grammars
         self.output_processor.set_tokenizer(tokenizer)
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
@@ -236,40 +170,20 @@ class LLMEngine:
 
     def get_metrics(self) -> list[Metric]:
         """See ``LLM.get_metrics``."""
-        if self.vllm_config.disable_log_stats:
+        metrics = self.output_processor.metrics
+        if metrics is None:
             raise ValueError(
                 "nothing is counted with disable_log_stats=True; make the LLM with disable_log_stats=False"
             )
-        pool, labels = self.scheduler.kv_cache_manager.pool, {"model_name": str(self.model_config.served_model_name)}
-        usage = 1 - pool.num_free / max(pool.num_blocks - 1, 1)
-        return [
-            Gauge(name="vllm:num_requests_running", labels=labels, value=len(self.scheduler.running)),
-            Gauge(name="vllm:num_requests_waiting", labels=labels, value=len(self.scheduler.waiting)),
-            Gauge(name="vllm:kv_cache_usage_perc", labels=labels, value=usage),
-            Counter(name="vllm:generation_tokens", labels=labels, value=self.stats.output_tokens),
-            Counter(name="vllm:engine_steps", labels=labels, value=self.stats.steps),
-            Counter(name="vllm:engine_tokens", labels=labels, value=self.stats.tokens),
-        ]
+        metrics.record_rank(0, rank_stats(self))
+        dp_rank = get_dp_group().rank_in_group if self.vllm_config.parallel_config.world_size > 1 else 0
+        config, block_size = self.model_config, self.vllm_config.cache_config.block_size
+        name = str(config.served_model_name)
+        return list(metrics.snapshot(name, [0], config.max_model_len, block_size, labelled=dp_rank))
 
     def shutdown(self) -> None:
         """Leave the other ranks and free the model; requests are refused afterwards. Again it does nothing.
 
         Nobody has to call it: an engine that is dropped, or alive at exit, leaves in the same way.
         """
-        self.worker.shutdown()
-
-    def _log_stats(self) -> None:
-        then, before = self._logged
-        now = time.monotonic()
-        if now - then < _LOG_INTERVAL_S:
-            return
-        done = self.stats.since(before)
-        logger.info(
-            "%d requests running, %d waiting; %.1f tok/s run, %.1f tok/s generated in %d steps",
-            len(self.scheduler.running),
-            len(self.scheduler.waiting),
-            done.tokens / (now - then),
-            done.output_tokens / (now - then),
-            done.steps,
-        )
-        self._logged = (now, dataclasses.replace(self.stats))
+        self.engine_core.shutdown()

@@ -14,6 +14,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.detokenizer import Detokenizer, continuation_ids
 from vllm.v1.engine.logprobs import CONTEXT, TokenText, logprob_dicts
+from vllm.v1.metrics.engine_metrics import EngineMetrics
 from vllm.v1.metrics.stats import RequestStateStats
 from vllm.v1.outputs import EngineCoreOutput
 
@@ -29,12 +30,18 @@ class _Completion:
     """One sequence of a request, and how much of it the client has."""
 
     def __init__(
-        self, index: int, params: SamplingParams, prompt_token_ids: Sequence[int], detokenizer: Detokenizer | None
+        self,
+        index: int,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        detokenizer: Detokenizer | None,
+        has_end_tokens: bool,
     ) -> None:
         self.index = index
         self.params = params
         self.prompt_token_ids = prompt_token_ids
         self.detokenizer = detokenizer
+        self.has_end_tokens = has_end_tokens  # else what ends the request is its grammar, after a token of text
         # Without stop strings and without outputs on the way, all the text can be made at the end.
         self.text_at_end = not params.stop and params.output_kind is RequestOutputKind.FINAL_ONLY
         self.token_ids: list[int] = []
@@ -42,6 +49,7 @@ class _Completion:
         self.cumulative_logprob: float | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.stats: RequestStateStats | None = None
         self._num_text_sent = 0
         self._num_tokens_sent = 0
 
@@ -58,7 +66,7 @@ class _Completion:
         if detokenizer is None or (self.text_at_end and not output.finished):
             return
         shown = self.token_ids if self.text_at_end else token_ids
-        if self.finish_reason == "stop" and not self.params.include_stop_str_in_output:
+        if self.finish_reason == "stop" and self.has_end_tokens and not self.params.include_stop_str_in_output:
             shown = shown[:-1]
         if (stop := detokenizer.add(shown, output.finished)) is not None:
             self.finish_reason, self.stop_reason = "stop", stop
@@ -100,6 +108,7 @@ class _Request:
     num_unfinished: int
     stats: RequestStateStats | None
     num_cached_tokens: int | None = None
+    dp_rank: int | None = None
 
     def make_output(self, changed: Sequence[_Completion]) -> RequestOutput | None:
         """The output that is due after a step that changed ``changed``, if one is."""
@@ -124,10 +133,11 @@ class _Request:
 
 
 class OutputProcessor:
-    """Keeps each request from ``add_request`` until it is finished or aborted; ``log_stats``: with its metrics."""
+    """Keeps each request from ``add_request`` until it is finished or aborted; ``log_stats``: with its metrics,
+    which are summed up in ``metrics``."""
 
     def __init__(self, tokenizer: Any | None, log_stats: bool = False) -> None:
-        self._log_stats = log_stats
+        self.metrics = EngineMetrics() if log_stats else None
         self.set_tokenizer(tokenizer)
         self._requests: dict[str, _Request] = {}
         self._by_child: dict[str, tuple[_Request, _Completion]] = {}
@@ -155,12 +165,14 @@ class OutputProcessor:
         taken += [name for name, _ in children if name in self._by_child]
         if taken:
             raise ValueError(f"request_id={taken[0]!r} is in use; wait for its end, abort it or take another id")
+        eos_token_id = None if params.ignore_eos else getattr(self._tokenizer, "eos_token_id", None)
+        has_end_tokens = not params.structured_outputs or eos_token_id is not None or bool(params.stop_token_ids)
         completions = []
         for index, (_, child_params) in enumerate(children):
             detokenizer = None
             if self._tokenizer is not None and params.detokenize:
                 detokenizer = Detokenizer(self._tokenizer, child_params, prompt_token_ids, self._continuations)
-            completions.append(_Completion(index, child_params, prompt_token_ids, detokenizer))
+            completions.append(_Completion(index, child_params, prompt_token_ids, detokenizer, has_end_tokens))
         request = _Request(
             request_id,
             prompt,
@@ -172,17 +184,24 @@ class OutputProcessor:
             num_unfinished=len(children),
             stats=None,
         )
-        if self._log_stats:
+        if self.metrics is not None:
             arrived = time.time() if arrival_time is None else arrival_time
             request.stats = RequestStateStats(arrival_time=arrived, queued_ts=time.monotonic())
+            for completion in completions:
+                completion.stats = dataclasses.replace(request.stats)
         self._requests[request_id] = request
         self._by_child |= {name: (request, c) for name, c in zip(request.child_ids, completions, strict=True)}
         return children
 
-    def process_outputs(self, outputs: Iterable[EngineCoreOutput]) -> ProcessedOutputs:
-        """Takes one step's outputs; those of sequences that are gone are ignored. One output at most for a request."""
+    def accepted(self, request_id: str, dp_rank: int = 0) -> None:
+        """``dp_rank`` has the request: from now on its end is counted there, whatever it is."""
+        self._requests[request_id].dp_rank = dp_rank
+
+    def process_outputs(self, outputs: Iterable[EngineCoreOutput], dp_rank: int = 0) -> ProcessedOutputs:
+        """Takes one step's outputs, of ``dp_rank``; those of sequences that are gone are ignored. One output at most
+        for a request."""
         reqs_to_abort = []
-        now = time.monotonic() if self._log_stats else 0.0
+        now = time.monotonic() if self.metrics is not None else 0.0
         changed: dict[str, list[_Completion]] = {}
         for output in outputs:
             if output.request_id not in self._by_child:
@@ -199,8 +218,8 @@ class OutputProcessor:
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = output.num_cached_tokens
             completion.add(output, token_text)
-            if request.stats is not None and output.new_token_ids:
-                request.stats.record_tokens(len(output.new_token_ids), now)
+            if self.metrics is not None:
+                self._record(request, completion, output, now, dp_rank)
             changed.setdefault(request.request_id, []).append(completion)
             if completion.finish_reason is not None:
                 if not output.finished:
@@ -214,25 +233,53 @@ class OutputProcessor:
             if made is not None:
                 request_outputs.append(made)
             if request.num_unfinished == 0:
-                del self._requests[request_id]
+                self._forget(request)
         return ProcessedOutputs(request_outputs, reqs_to_abort)
 
-    def record_scheduled(self, sequence_ids: Iterable[str]) -> None:
-        """Note the first step of requests; call before the step runs."""
-        for name in sequence_ids:
-            stats = self._by_child[name][0].stats if name in self._by_child else None
-            if stats is not None and not stats.scheduled_ts:
-                stats.scheduled_ts = time.monotonic()
+    def _record(
+        self, request: _Request, completion: _Completion, output: EngineCoreOutput, now: float, dp_rank: int
+    ) -> None:
+        own, request.dp_rank = completion.stats, dp_rank
+        assert self.metrics is not None and own is not None and request.stats is not None  # noqa: PT018
+        for times in (own, request.stats):
+            before = times.last_token_ts
+            if not times.scheduled_ts:
+                times.scheduled_ts = times.queued_ts + output.queued_seconds
+            if output.new_token_ids:
+                times.record_tokens(len(output.new_token_ids), now)
+                if times is own:
+                    self.metrics.record_tokens(dp_rank, own, before)
+        if completion.finish_reason is not None:
+            self._record_end(request, completion, completion.finish_reason)
+
+    def _record_end(self, request: _Request, completion: _Completion, reason: str) -> None:
+        if self.metrics is not None and completion.stats is not None and request.dp_rank is not None:
+            num_prompt, max_tokens = len(request.prompt_token_ids), request.params.max_tokens
+            self.metrics.record_finished(request.dp_rank, completion.stats, reason, num_prompt, max_tokens)
+
+    def _forget(self, request: _Request) -> None:
+        del self._requests[request.request_id]
+        if self.metrics is not None and request.dp_rank is not None:
+            longest = max(len(completion.token_ids) for completion in request.completions)
+            self.metrics.record_request(request.dp_rank, request.params, longest)
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[str]:
         """Forget requests; returns their unfinished sequences. Ids that are not in use are ignored."""
         aborted = []
         for request_id in request_ids:
-            request = self._requests.pop(request_id, None)
-            if request is not None:
-                running = [name for name in request.child_ids if self._by_child.pop(name, None) is not None]
-                aborted += running
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            for name, completion in zip(request.child_ids, request.completions, strict=True):
+                if self._by_child.pop(name, None) is not None:
+                    self._record_end(request, completion, "abort")
+                    aborted.append(name)
+            self._forget(request)
         return aborted
+
+    def owner_of(self, sequence_id: str) -> str | None:
+        """The request of an unfinished sequence; None where it has ended."""
+        return self._by_child[sequence_id][0].request_id if sequence_id in self._by_child else None
 
     def get_num_unfinished_requests(self) -> int:
         return len(self._requests)

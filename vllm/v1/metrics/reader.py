@@ -16,7 +16,7 @@ class Metric:
 class Counter(Metric):
     """Only grows."""
 
-    value: int
+    value: float
 
 
 @dataclass(kw_only=True)

@@ -1,10 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When things happened to a request."""
+"""What a rank counts of its steps, and when things happened to a request."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.batch_plan import BatchPlan
+
+
+@dataclass
+class StepCounts:
+    """A rank's steps since its start. ``steps``: those in which the model ran, ``dummy_steps``: of these the ones on
+    padding alone; ``real_rows`` and ``padded_rows`` add up to all rows that ran; ``wait_seconds``: in the agreement of
+    every step, which is where a rank waits for peers that come later."""
+
+    steps: int = 0
+    dummy_steps: int = 0
+    real_rows: int = 0
+    padded_rows: int = 0
+    wait_seconds: float = 0.0
+
+    def record(self, plan: BatchPlan, waited: float) -> None:
+        self.wait_seconds += waited
+        if plan.num_tokens_padded:
+            self.steps += 1
+            self.dummy_steps += plan.is_dummy
+            self.real_rows += plan.num_tokens_unpadded
+            self.padded_rows += plan.num_tokens_padded - plan.num_tokens_unpadded
+
+
+@dataclass
+class RequestCounts:
+    """A scheduler's requests since its start. ``prompt_tokens``: of requests that gave their first token, those found
+    in the cache included; ``prefix_queries`` and ``prefix_hits``: tokens looked up in the prefix cache and found there,
+    a request once; ``corrupted``: requests that NaN logits ended."""
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
+    corrupted: int = 0
+
+
+def rank_stats(core: Any) -> dict[str, float]:
+    """What the front end is told of the rank of ``core``, a ``scheduler`` and a ``worker``, after a step.
+
+    The fields of :class:`StepCounts` and :class:`RequestCounts`, totals since the start; ``step``: of the next step;
+    ``running`` and ``waiting`` requests; ``kv_usage``: the share of cache blocks that are held; ``kv_blocks`` in all.
+    """
+    scheduler, worker = core.scheduler, core.worker
+    pool = scheduler.kv_cache_manager.pool
+    blocks = pool.num_blocks - 1
+    return {
+        "step": worker.num_steps,
+        "running": len(scheduler.running),
+        "waiting": len(scheduler.waiting),
+        "kv_usage": 1 - pool.num_free / max(blocks, 1),
+        "kv_blocks": blocks,
+        **vars(worker.counts),
+        **vars(scheduler.counts),
+    }
 
 
 @dataclass

@@ -16,6 +16,14 @@ class TokenEntries(NamedTuple):
     tokens: torch.Tensor
 
 
+class AllowedTokens(NamedTuple):
+    """``rows`` [S] int64, each at most once, of which only tokens with their bit set are sampled: bit t % 32 of word
+    t // 32 of ``words`` [S, ceil(V / 32)] int32."""
+
+    rows: torch.Tensor
+    words: torch.Tensor
+
+
 class Penalties(NamedTuple):
     """The arguments of ``ops.apply_penalties`` beside the logits: rows without penalties have seen nothing."""
 
@@ -36,7 +44,7 @@ class SamplingMetadata:
     - ``top_k`` [R] int64, V where off; ``top_p`` [R] fp32, 1 where off; ``log_min_p`` [R] fp32, -inf where off.
     - ``max_num_logprobs``: the most a row asks for; -1: the whole vocabulary.
     - ``allowed``: (row, token ids) pairs; ``banned``: entries never sampled; ``bias``: entries to which
-      ``bias_values`` [P] fp32 are added.
+      ``bias_values`` [P] fp32 are added; ``grammar``: rows that a grammar holds.
     """
 
     temperature: torch.Tensor | None = None
@@ -51,6 +59,7 @@ class SamplingMetadata:
     bias: TokenEntries | None = None
     bias_values: torch.Tensor | None = None
     penalties: Penalties | None = None
+    grammar: AllowedTokens | None = None
 
     @property
     def all_greedy(self) -> bool:
@@ -59,4 +68,5 @@ class SamplingMetadata:
     @property
     def changes_logits(self) -> bool:
         """Whether a row's logits are changed before the temperature."""
-        return bool(self.allowed) or not (self.banned is None and self.bias is None and self.penalties is None)
+        changes = (self.banned, self.bias, self.penalties, self.grammar)
+        return bool(self.allowed) or any(change is not None for change in changes)

@@ -70,12 +70,17 @@ class Sampler:
 
 
 def process_logits(logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
-    """A changed fp32 copy of ``logits`` [R, V]: allowed and banned tokens, bias, then penalties."""
+    """A changed fp32 copy of ``logits`` [R, V]: allowed tokens, banned ones, bias, then penalties."""
     logits = logits.to(torch.float32, copy=True)
     for row, token_ids in metadata.allowed:
         kept = logits[row, token_ids]
         logits[row] = -torch.inf
         logits[row, token_ids] = kept
+    if metadata.grammar is not None:
+        rows, words = metadata.grammar
+        bits = words[:, :, None] >> torch.arange(32, dtype=words.dtype, device=words.device)
+        forbidden = (bits & 1 == 0).flatten(1)[:, : logits.shape[1]]
+        logits[rows] = logits[rows].masked_fill_(forbidden, -torch.inf)
     if metadata.banned is not None:
         logits[metadata.banned] = -torch.inf
     if metadata.bias is not None:

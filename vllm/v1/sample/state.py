@@ -13,8 +13,9 @@ import torch
 
 from vllm.kernels.reference_sampling import random_bits
 from vllm.v1.request import Request
-from vllm.v1.sample.metadata import Penalties, SamplingMetadata, TokenEntries
-from vllm.v1.transfers import to_device
+from vllm.v1.sample.metadata import AllowedTokens, Penalties, SamplingMetadata, TokenEntries
+from vllm.v1.structured_output import Matcher
+from vllm.v1.transfers import PersistentBuffer, Staging, to_device
 
 
 class _SeenTokens:
@@ -63,6 +64,7 @@ class _Row:
             and not params.logit_bias
             and params.allowed_token_ids is None
             and params.logprobs is None
+            and request.matcher is None
         )
 
     def banned_token_ids(self) -> list[int]:
@@ -80,6 +82,8 @@ class _Row:
         """Why no token could be drawn for the next position, in words for the client."""
         params = self.params
         reasons = []
+        if self.request.matcher is not None:
+            reasons.append(self.request.matcher.why_none())
         if params.allowed_token_ids is not None:
             reasons.append(f"allowed_token_ids={_few(params.allowed_token_ids)}")
         if self.request.num_output_tokens < params.min_tokens and self.end_token_ids:
@@ -129,7 +133,11 @@ class SamplingState:
         self._chosen: list[_Row] = []
         self._penalised: list[tuple[int, _Row, _SeenTokens]] = []
         self._banning: list[tuple[int, _Row]] = []
+        self._matching: list[tuple[int, Matcher]] = []
         self._history = False
+        self._staging = Staging(self.device)
+        num_words = -(-vocab_size // 32)
+        self._words = PersistentBuffer(max_num_reqs, torch.int32, 0, self._staging, self.device, num_words)
         self._rates: tuple[torch.Tensor, ...] = ()
 
     def add_row(self, row: int, request: Request) -> None:
@@ -206,7 +214,8 @@ class SamplingState:
         self._banning = [
             (r, row) for r, row in enumerate(chosen) if row.end_token_ids or row.params.bad_words_token_ids
         ]
-        self._history = "temperature" in fields or bool(self._penalised or self._banning)
+        self._matching = [(r, row.request.matcher) for r, row in enumerate(chosen) if row.request.matcher is not None]
+        self._history = "temperature" in fields or bool(self._penalised or self._banning or self._matching)
         return SamplingMetadata(**fields)
 
     def _random_fields(self, chosen: list[_Row]) -> dict[str, Any]:
@@ -235,6 +244,8 @@ class SamplingState:
             fields["banned"] = self._entries(banned)
         if self._penalised:
             fields["penalties"] = self._penalties(self._penalised)
+        if self._matching:
+            fields["grammar"] = self._allowed_tokens(self._matching)
         return fields
 
     def _penalties(self, penalised: list[tuple[int, _Row, _SeenTokens]]) -> Penalties:
@@ -246,6 +257,13 @@ class SamplingState:
         counts = np.concatenate([seen.counts[: seen.size] for _, _, seen in penalised])
         seen_by_row = (np.cumsum(starts, dtype=np.int32), tokens, counts)
         return Penalties(*(to_device(torch.from_numpy(x), self.device) for x in seen_by_row), *self._rates)
+
+    def _allowed_tokens(self, matching: list[tuple[int, Matcher]]) -> AllowedTokens:
+        with self._staging.filling():
+            words = self._words.array
+            for i, (_, matcher) in enumerate(matching):
+                matcher.fill(words[i])
+            return AllowedTokens(self._tensor([r for r, _ in matching], torch.int64), self._words.upload(len(matching)))
 
     def _entries(self, pairs: Iterable[tuple[int, int]]) -> TokenEntries:
         rows, tokens = self._tensor(list(zip(*pairs, strict=True)), torch.int64)

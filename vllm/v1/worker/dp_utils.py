@@ -33,6 +33,7 @@ class DPVote:
         has_unfinished: 1 while it holds requests that are not finished.
         step: the step that it is in.
         pad_to_max: 1 where its policy pads every rank to the largest count.
+        stopping: 1 where it votes to leave for good.
         work: digest of what it runs, the same on all TP ranks of the DP group; below 2^31.
         tp_differs: 1 where the TP ranks of its DP group voted differently.
     """
@@ -43,6 +44,7 @@ class DPVote:
     has_unfinished: int
     step: int
     pad_to_max: int
+    stopping: int = 0
     work: int = 0
     tp_differs: int = 0
 
@@ -60,6 +62,7 @@ class DPAgreement:
             idle ranks run a dummy; all 0 where none has, and then nobody runs.
         cudagraph_mode: the minimum over the ranks.
         any_unfinished: whether any rank still holds requests; all stop in the same step.
+        all_stopping: whether all vote to leave.
     """
 
     num_tokens_unpadded_across_dp: tuple[int, ...]
@@ -68,6 +71,7 @@ class DPAgreement:
     any_unfinished: bool
     step: int
     dp_rank: int
+    all_stopping: bool = False
 
     @property
     def should_run(self) -> bool:
@@ -138,7 +142,8 @@ def agree(votes: Sequence[DPVote], dp_rank: int, bucket: Callable[[int], int] | 
             padded = (size,) * len(votes)
         elif mode > 0 or votes[0].pad_to_max:
             padded = (max(padded),) * len(votes)
-    return DPAgreement(unpadded, padded, mode, any(vote.has_unfinished for vote in votes), steps[0], dp_rank)
+    unfinished, stopping = any(vote.has_unfinished for vote in votes), all(vote.stopping for vote in votes)
+    return DPAgreement(unpadded, padded, mode, unfinished, steps[0], dp_rank, stopping)
 
 
 def coordinate_batch_across_dp(
@@ -149,6 +154,7 @@ def coordinate_batch_across_dp(
     num_tokens_padded: int | None = None,
     cudagraph_mode: int = 0,
     pad_to_max: bool = False,
+    stopping: bool = False,
     bucket: Callable[[int], int] | None = None,
     work: int = 0,
     dp_group: GroupCoordinator | None = None,
@@ -163,6 +169,7 @@ def coordinate_batch_across_dp(
         num_tokens_padded: rows that this rank needs at least; None means as many as it has tokens.
         cudagraph_mode: see :class:`DPVote`.
         pad_to_max: see :func:`pads_to_max`.
+        stopping: this rank votes to leave.
         bucket: see :func:`agree`.
         work: see :class:`DPVote`.
         dp_group, tp_group: None takes the DP and the TP group. A group of one costs no collective.
@@ -174,7 +181,14 @@ def coordinate_batch_across_dp(
         num_tokens_padded = num_tokens_unpadded
     assert num_tokens_padded >= num_tokens_unpadded >= 0, f"{num_tokens_padded} rows for {num_tokens_unpadded} tokens"
     own = DPVote(
-        num_tokens_unpadded, num_tokens_padded, int(cudagraph_mode), int(has_unfinished), step, int(pad_to_max), work
+        num_tokens_unpadded,
+        num_tokens_padded,
+        int(cudagraph_mode),
+        int(has_unfinished),
+        step,
+        int(pad_to_max),
+        int(stopping),
+        work,
     )
     of_tp = _collect(own, tp, "compare_work_across_tp")
     own = replace(own, tp_differs=int(any(vote != own for vote in of_tp)))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -23,12 +24,13 @@ from vllm.platforms import Platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.metrics.stats import StepCounts
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors, ModelRunnerOutput
 from vllm.v1.sample.sampler import Sampler, SamplerOutput
 from vllm.v1.sample.state import SamplingState
 from vllm.v1.transfers import HostCopies, to_device
 from vllm.v1.worker.batch_plan import BatchPlan
-from vllm.v1.worker.dp_utils import coordinate_batch_across_dp, pads_to_max
+from vllm.v1.worker.dp_utils import DPAgreement, coordinate_batch_across_dp, pads_to_max
 from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.input_buffers import InputBuffers
 from vllm.v1.worker.step_memory import PROMPT_LOGPROB_ROWS, largest_step_bytes
@@ -64,9 +66,12 @@ class GPUModelRunner:
         self.sampler = Sampler(vllm_config.model_config.logprobs_mode)
         self.pad_to_max = pads_to_max(platform.policies, parallel.enable_expert_parallel, parallel.data_parallel_size)
         self.step = 0
+        self.counts = StepCounts()
         self.balancer: ExpertLoadBalancer | None = None
         self.step_buffers = StepBuffers(self.max_num_tokens, self.device)
         self.any_unfinished_across_dp = False
+        self.stopping = False  # vote to leave
+        self.agreement: DPAgreement | None = None
         model_config, cache, max_num_reqs = vllm_config.model_config, vllm_config.cache_config, scheduler.max_num_seqs
         # DP ranks serve different requests: those without a seed of their own draw differently on each.
         seed = model_config.seed + get_dp_group().rank_in_group
@@ -133,9 +138,9 @@ class GPUModelRunner:
     def _update_states(self, scheduler_output: SchedulerOutput) -> None:
         """Free the rows of requests that ended or were preempted, give rows to those that start, note new blocks."""
         batch = self.input_batch
-        for request_id in scheduler_output.finished_req_ids | scheduler_output.preempted_req_ids:
-            if request_id in batch.row_of:
-                batch.remove(request_id)
+        gone = (scheduler_output.finished_req_ids | scheduler_output.preempted_req_ids) & batch.row_of.keys()
+        for request_id in sorted(gone, key=batch.row_of.__getitem__):  # a set's order differs between processes
+            batch.remove(request_id)
         started = scheduler_output.started
         for request, block_ids in zip(scheduler_output.requests, scheduler_output.new_block_ids, strict=True):
             if request.request_id in started:
@@ -153,17 +158,22 @@ class GPUModelRunner:
     def _agree(self, scheduler_output: SchedulerOutput, has_unfinished: bool) -> BatchPlan:
         """One reduction over the DP ranks decides the step's sizes and whether anyone has work left."""
         num_tokens = scheduler_output.total_num_scheduled_tokens
+        begun = time.perf_counter()
         agreement = coordinate_batch_across_dp(
             num_tokens,
             step=self.step,
             has_unfinished=has_unfinished,
             num_tokens_padded=self.vllm_config.compilation_config.padded_size(num_tokens) if num_tokens else 0,
             pad_to_max=self.pad_to_max,
+            stopping=self.stopping,
             work=self._digest_of(scheduler_output) if get_tp_group().world_size > 1 else 0,
         )
+        waited = time.perf_counter() - begun if self.vllm_config.parallel_config.world_size > 1 else 0.0
         self.step += 1
-        self.any_unfinished_across_dp = agreement.any_unfinished
-        return BatchPlan.make(agreement, len(scheduler_output.requests))
+        self.agreement, self.any_unfinished_across_dp = agreement, agreement.any_unfinished
+        plan = BatchPlan.make(agreement, len(scheduler_output.requests))
+        self.counts.record(plan, waited)
+        return plan
 
     def _digest_of(self, scheduler_output: SchedulerOutput) -> int:
         """A digest of what the step runs: rows and counts always, tokens and parameters where a request starts.

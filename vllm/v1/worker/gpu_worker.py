@@ -16,7 +16,7 @@ from vllm.config import VllmConfig
 from vllm.distributed import GroupLease, get_dp_group, get_ep_group, get_world_group
 from vllm.distributed.eplb import ExpertLoadBalancer
 from vllm.distributed.parallel_state import check_same_on_all_ranks, tell_all_launched
-from vllm.kernels.table import choose_anew
+from vllm.kernels.table import check_fp8_cache, choose_anew
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import FusedMoE
 from vllm.model_executor.model_loader import get_model
@@ -28,6 +28,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.debug import watchdog
 from vllm.v1.debug.nan_trace import install_nan_trace
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.metrics.stats import StepCounts
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.transfers import is_host
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -67,6 +68,8 @@ class Worker:
         self.device = get_world_group().device
         self._share_host()
         choose_anew(self.device.type)
+        if self.vllm_config.cache_config.is_fp8:
+            check_fp8_cache(self.device.type)
         self.runner = GPUModelRunner(self.vllm_config, self.platform, self.device)
 
     def check_settings(self, generation_config: Mapping[str, Any]) -> None:
@@ -146,16 +149,17 @@ class Worker:
         """Whether ``load_weights`` changed the model since the last call: what was computed before is stale then.
 
         Raises:
-            ValueError: the engine sleeps, or weights that sleep(level=2) dropped have not come back.
+            ValueError: the engine sleeps, or weights have not come that sleep(level=2) dropped, or that lie in one
+                quantised matrix with new ones.
         """
         if self.asleep:
             raise ValueError(f"the engine sleeps ({', '.join(sorted(self.asleep))} given back): call wake_up() first")
         model = self.runner.model
-        if model.missing_weights:
-            names = sorted(model.missing_weights)
+        if names := sorted({*model.missing_weights, *model.held_forms.found}):
             raise ValueError(
-                f"{len(names)} weights were dropped by sleep(level=2) and have not come back ({', '.join(names[:3])}"
-                f"{', ...' if len(names) > 3 else ''}): give them to the model's load_weights()"
+                f"{len(names)} weights were dropped by sleep(level=2), or others that lie beside them quantised have "
+                f"come, and have not come back ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): give them "
+                "to the model's load_weights()"
             )
         changed, model.has_new_weights = model.has_new_weights, False
         if changed:
@@ -225,6 +229,10 @@ class Worker:
     def num_steps(self) -> int:
         """How many steps were agreed on, counted alike on all ranks."""
         return self.runner.step
+
+    @property
+    def counts(self) -> StepCounts:
+        return self.runner.counts
 
     @property
     def any_unfinished_across_dp(self) -> bool:

@@ -35,7 +35,8 @@ struct Args {
   int64_t out0, out1;
   const float* sinks;  // a head's logit of a column without a value, or null
   int64_t threads;
-  double scale, cap;
+  int64_t codes;  // the caches are e4m3
+  double scale, cap, v_scale;  // what the scores and the sums are multiplied by
 };
 
 // Some queries of a request with some of its KV heads. Rows: KV head, query, head of the group.
@@ -89,10 +90,58 @@ template <class T> struct Block {
   }
 };
 
+int64_t padded_row(int64_t D) { return (D + 2 * VL - 1) / (2 * VL) * (2 * VL); }
+
 // A row of the next block is asked for while this block is in use; null does nothing.
 template <class T> INLINE void prefetch_row(const T* row, int64_t head, int64_t D) {
   if (row)
     for (int64_t d = 0; d < D; d += 64 / sizeof(T)) __builtin_prefetch(row + head + d, 0, 2);
+}
+
+// Rows of a block, at `head`, and of the next one where they are yet to be asked for.
+template <class P> struct Rows { const P* const *now, *const *next; int64_t head; };
+
+// e4m3 is decoded to float16, whose exponents are its own and 8 more: the bits move into place, and scales make up for
+// the difference. A NaN stays one.
+template <class C> constexpr float UNIT = std::is_same_v<C, e4m3> ? 256.0f : 1.0f;
+constexpr int CODES = 2 * VL;  // decoded at a time
+INLINE void decode(const uint8_t* from, fp16* to) {
+  typedef uint16_t vw __attribute__((vector_size(4 * VL)));
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  vw h = (vw)_mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)from)) << 7;
+#elif defined(__AVX2__) && defined(__FMA__)
+  vw h = (vw)_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)from)) << 7;
+#else
+  typedef uint8_t vc __attribute__((vector_size(2 * VL)));
+  vw h = __builtin_convertvector(load_bits<vc>(from), vw) << 7;
+#endif
+  vw nan = (vw)((h & 0x3f80) == 0x3f80) & 0x7c00;
+  store_bits(to, (vw)(h + (h & 0x4000) | nan));  // the sign one place up
+}
+
+// The rows of a cache of P where they lie; those of e4m3 decoded into `room`, as `rows` then lists them.
+template <class P> struct Room { P* room; const P* rows[KB]; };
+template <class C, class P>
+Rows<P> readable(int64_t D, int64_t head, const C* const* now, const C* const* next, Room<P>& to) {
+  if constexpr (std::is_same_v<C, P>) {
+    return {now, next, head};
+  } else {
+    static const P* const asked[KB] = {};
+    P* row = to.room;
+    for (int i = 0; i < KB; i++, row += padded_row(D)) {
+      prefetch_row(next[i], head, D);
+      to.rows[i] = now[i] ? row : nullptr;
+      if (!now[i]) continue;
+      const uint8_t* from = (const uint8_t*)(now[i] + head);
+      int64_t d = 0;
+      for (; d + CODES <= D; d += CODES) decode(from + d, row + d);
+      if (d == D) continue;
+      uint8_t part[CODES] = {};
+      std::memcpy(part, from + d, D - d);
+      decode(part, row + d);
+    }
+    return {to.rows, asked, 0};
+  }
 }
 
 // K at `head` from the rows, transposed, in panels [KB/NR] of padded_k(D) x NR as gemm.h has them; keys outside the task become 0.
@@ -253,28 +302,31 @@ INLINE void softmax_row(float* x, Keys keys, float* m, float* l, float* o, int64
 }
 
 // The rows of a task over one split, from an empty state. `block` has room for K, then V of a block; p for the scores
-// [per_head][KB]. A block is done for all KV heads before the next: they lie side by side in memory.
-template <class T>
+// [per_head][KB]; `decoded` for the rows of both where the caches are e4m3. A block is done for all KV heads before the next: they lie side by side in memory.
+template <class P, class C>
 void run_split(const Args& a, const Task& t, int64_t split, const Keys* keys, const float* q_rows, int64_t Dp,
-               State state, float* block, float* p) {
+               State state, float* block, float* p, P* decoded) {
   std::fill(state.m, state.m + t.rows, -INF);
   std::fill(state.l, state.l + t.rows, 0.0f);
   std::fill(state.o, state.o + t.rows * Dp, 0.0f);
-  const int64_t Kp = padded_k<T>(a.D), lo = keys[0].lo, hi = keys[t.per_head - 1].hi;
+  const int64_t Kp = padded_k<P>(a.D), lo = keys[0].lo, hi = keys[t.per_head - 1].hi;
   const bool cached = reads_cache(a, t.per_head);
-  T* kt = (T*)block;
+  P* kt = (P*)block;
   int64_t begin = split * SPLIT, end = begin + SPLIT < hi ? begin + SPLIT : hi;
   if (lo > begin) begin = lo / KB * KB;
-  Block<T> two[2];
+  const bool one = a.v_cache == a.k_cache && a.vc0 == a.kc0 && a.vc1 == a.kc1 && a.vc2 == a.kc2 && a.DV <= a.D;
+  Room<P> k_room{decoded}, v_room{decoded + KB * padded_row(a.D)};
+  Block<C> two[2];
   two[0].find(a, t, begin, lo, hi);
   for (int64_t base = begin, i = 0; base < end; base += KB, i ^= 1) {
-    const Block<T>& now = two[i];
-    Block<T>& next = two[i ^ 1];
+    const Block<C>& now = two[i];
+    Block<C>& next = two[i ^ 1];
     next.find(a, t, base + KB, lo, hi);
     for (int64_t head = 0; head < t.kv_heads; head++) {
       const float* q = q_rows + head * t.per_head * Kp;
       float *m = state.m + head * t.per_head, *l = state.l + head * t.per_head, *o = state.o + head * t.per_head * Dp;
-      load_keys(a.D, head * a.kc1, now.k, next.k, kt);
+      const Rows<P> k = readable(a.D, head * a.kc1, now.k, next.k, k_room);
+      load_keys(a.D, k.head, k.now, k.next, kt);
       for_tiles(t.per_head, [&](int64_t r0, int rows) {
         int64_t tile_hi = in_block(keys[r0 + rows - 1], base).hi;
         if (tile_hi <= in_block(keys[r0], base).lo) return;
@@ -288,10 +340,11 @@ void run_split(const Args& a, const Task& t, int64_t split, const Keys* keys, co
             softmax_row(p + r * KB, k, m + r, l + r, o + r * Dp, Dp);
           }
       });
-      if (!cached) load_values(a.DV, Dp, head * a.vc1, now.v, next.v, block);
+      const Rows<P> v = one ? k : readable(a.DV, head * a.vc1, now.v, next.v, v_room);
+      if (!cached) load_values(a.DV, Dp, v.head, v.now, v.next, block);
       for_tiles(t.per_head, [&](int64_t r0, int rows) {
         auto add = [&](int64_t r, int n, int64_t k0, int64_t k1) {
-          if (cached) add_cached(n, k0, k1, a.DV, Dp, head * a.vc1, p + r * KB, now.v, next.v, o + r * Dp);
+          if (cached) add_cached(n, k0, k1, a.DV, Dp, v.head, p + r * KB, v.now, v.next, o + r * Dp);
           else add_values(n, k0, k1, Dp, p + r * KB, block, o + r * Dp);
         };
         // keys that all rows of the tile see, and what single rows see before and after them
@@ -330,18 +383,19 @@ void merge(State total, State s, int64_t rows, int64_t Dp) {
   }
 }
 
-template <class T> void write_rows(const Args& a, const Task& t, State s, int64_t Dp) {
+// `unit`: of the values.
+template <class T> void write_rows(const Args& a, const Task& t, State s, int64_t Dp, float unit) {
   int64_t G = a.heads / a.kv_heads;
   for (int64_t r = 0; r < t.rows; r++) {
     int64_t in_head = r % t.per_head, head = (t.kv_head + r / t.per_head) * G + in_head % G;
     int64_t row = a.start[t.request] + t.first_query + in_head / G;
     T* to = (T*)a.out + row * a.out0 + head * a.out1;
     const float* o = s.o + r * Dp;
-    float scale = 1.0f / s.l[r];
+    float scale = unit / s.l[r];
     if (a.sinks) {
       float m = s.m[r], sink = a.sinks[head], top = sink > m ? sink : m;
       float kept = exp(splat(m - top))[0];
-      scale = kept / (s.l[r] * kept + exp(splat(sink - top))[0]);
+      scale = kept * unit / (s.l[r] * kept + exp(splat(sink - top))[0]);
     }
     for (int64_t d = 0; d < a.DV; d += VL) {
       if (a.DV - d >= VL) store(to + d, load(o + d) * scale);
@@ -350,7 +404,9 @@ template <class T> void write_rows(const Args& a, const Task& t, State s, int64_
   }
 }
 
-template <class T> int attention(const Args& a) {
+// q and the result are T, the caches C.
+template <class T, class C> int attention(const Args& a) {
+  using P = std::conditional_t<std::is_same_v<C, e4m3>, fp16, T>;  // of panels
   int threads = (int)a.threads;
   int64_t G = a.heads / a.kv_heads, Dp = (a.DV + NR - 1) / NR * NR;
   int64_t per_task = ROWS / G < 1 ? 1 : ROWS / G;
@@ -409,29 +465,31 @@ template <class T> int attention(const Args& a) {
 
   auto run = [&](const Task& t, int64_t split0, int64_t splits) {
     int64_t state = State::floats(t.rows, Dp);
-    int64_t Kp = padded_k<T>(a.D), q_size = (t.rows * Kp + 15) / 16 * 16;
-    int64_t block_size = KB * std::max(Dp, (Kp * (int64_t)sizeof(T) + 3) / 4);
-    float* mem = scratch.get<float>(block_size + t.per_head * KB + q_size + 2 * state);
+    int64_t Kp = padded_k<P>(a.D), q_size = (t.rows * Kp + 15) / 16 * 16;
+    int64_t block_size = KB * std::max(Dp, (Kp * (int64_t)sizeof(P) + 3) / 4);
+    int64_t decoded = std::is_same_v<C, P> ? 0 : KB * (padded_row(a.D) + padded_row(a.DV)) * (int64_t)sizeof(P) / 4;
+    float* mem = scratch.get<float>(block_size + t.per_head * KB + q_size + 2 * state + decoded);
     float *block = mem, *p = block + block_size, *q = p + t.per_head * KB, *states = q + q_size;
+    P* rows = (P*)(states + 2 * state);
     Keys* keys = keys_scratch.get<Keys>(t.per_head);
     for (int64_t r = 0; r < t.per_head; r++) keys[r] = keys_of(a, t, r);
     for (int64_t r = 0; r < t.rows; r++) {
       int64_t in_head = r % t.per_head, head = (t.kv_head + r / t.per_head) * G + in_head % G;
       int64_t row = a.start[t.request] + t.first_query + in_head / G;
       widen_row((const T*)a.q + row * a.q0 + head * a.q1, a.D, Kp, q + r * Kp);
-      for (int64_t d = 0; d < a.D; d++) q[r * Kp + d] *= (float)a.scale;
+      for (int64_t d = 0; d < a.D; d++) q[r * Kp + d] *= (float)a.scale * UNIT<C>;
     }
     if (t.partial) {
-      run_split<T>(a, t, t.first_split + split0, keys, q, Dp, State(t.partial + split0 * state, t.rows), block, p);
+      run_split<P, C>(a, t, t.first_split + split0, keys, q, Dp, State(t.partial + split0 * state, t.rows), block, p, rows);
       return;
     }
     State total(states, t.rows), one(states + state, t.rows);
-    run_split<T>(a, t, t.first_split, keys, q, Dp, total, block, p);
+    run_split<P, C>(a, t, t.first_split, keys, q, Dp, total, block, p, rows);
     for (int64_t s = 1; s < splits; s++) {
-      run_split<T>(a, t, t.first_split + s, keys, q, Dp, one, block, p);
+      run_split<P, C>(a, t, t.first_split + s, keys, q, Dp, one, block, p, rows);
       merge(total, one, t.rows, Dp);
     }
-    write_rows<T>(a, t, total, Dp);
+    write_rows<T>(a, t, total, Dp, (float)a.v_scale * UNIT<C>);
   };
   if (partial) {
     for_tasks(threads, (int64_t)parts.size(), [&](int64_t i) {
@@ -443,7 +501,7 @@ template <class T> int attention(const Args& a) {
       State total(t.partial, t.rows);
       for (int64_t s = 1; s < t.splits; s++)
         merge(total, State(t.partial + s * State::floats(t.rows, Dp), t.rows), t.rows, Dp);
-      write_rows<T>(a, t, total, Dp);
+      write_rows<T>(a, t, total, Dp, (float)a.v_scale * UNIT<C>);
     }
   } else {
     for_tasks(threads, n, [&](int64_t i) { run(tasks[i], 0, tasks[i].splits); });
@@ -458,6 +516,9 @@ template <class T> int attention(const Args& a) {
 // 0 when done; 1: a request's lengths contradict each other or its table; 2: a block id outside the cache.
 EXPORT int vc_paged_attention(const Args* a) {
   int rc = 0;
-  with_type(a->dtype, [&](auto t) { rc = attention<decltype(t)>(*a); });
+  with_type(a->dtype, [&](auto t) {
+    using T = decltype(t);
+    rc = a->codes ? attention<T, e4m3>(*a) : attention<T, T>(*a);
+  });
   return rc;
 }

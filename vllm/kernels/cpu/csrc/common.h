@@ -38,6 +38,7 @@ typedef float vf __attribute__((vector_size(VL * 4)));
 typedef int32_t vi __attribute__((vector_size(VL * 4)));
 typedef uint32_t vu __attribute__((vector_size(VL * 4)));
 typedef uint16_t vh __attribute__((vector_size(VL * 2)));
+typedef uint8_t vb __attribute__((vector_size(VL)));
 #if defined(__aarch64__)
 typedef __fp16 vhalf __attribute__((vector_size(VL * 2)));
 #elif !defined(__AVX2__)
@@ -48,6 +49,7 @@ constexpr float INF = std::numeric_limits<float>::infinity();
 
 struct bf16 { uint16_t bits; };
 struct fp16 { uint16_t bits; };
+struct e4m3 { uint8_t bits; };
 enum Dtype { FP32 = 0, BF16 = 1, FP16 = 2 };
 
 template <class V> INLINE V load_bits(const void* p) { V v; std::memcpy(&v, p, sizeof(V)); return v; }
@@ -110,6 +112,16 @@ INLINE void store(fp16* p, vf v) {
 #else
   store_bits(p, __builtin_convertvector(v, vhalf));
 #endif
+}
+
+// Nearest e4m3, the even one of two, at most 448 in size; a NaN stays one.
+INLINE void store(e4m3* p, vf v) {
+  vu u = (vu)v, size = u & 0x7fffffffu;
+  size = (vf)size > splat(448.0f) ? (vu)splat(448.0f) : size;
+  vu normal = (size + 0x7ffffu + (size >> 20 & 1u) >> 20) - (120u << 3);
+  vu small = (vu)((vf)size + splat(16384.0f)) - (vu)splat(16384.0f);  // whole 2^-9, e4m3's least
+  vu code = v != v ? vu{} + 0x7fu : (vf)size < splat(0.015625f) ? small : normal;
+  store_bits(p, __builtin_convertvector(code | (u >> 24 & 0x80u), vb));
 }
 
 // The first n (< VL) elements; the rest of the register is 0 / memory stays untouched.

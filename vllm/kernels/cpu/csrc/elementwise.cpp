@@ -154,9 +154,10 @@ EXPORT int vc_rotary(const RotaryArgs* a) {
   return 0;
 }
 
-// Strides in bytes: the element size is all the types differ in here. v is null where the values are part of the keys.
+// Strides in bytes. v is null where the values are part of the keys. `codes`: rows of D numbers of `dtype` are divided by
+// their scale and stored as e4m3; else their bytes are copied.
 struct CacheArgs {
-  int64_t T, J, row_bytes, blocks, block_size;
+  int64_t T, J, D, row_bytes, dtype, codes, blocks, block_size;
   const char* k;
   int64_t k0, k1;
   const char* v;
@@ -167,7 +168,21 @@ struct CacheArgs {
   int64_t vc0, vc1, vc2;
   const int64_t* slots;
   int64_t threads;
+  double k_scale, v_scale;
 };
+void store_row(const CacheArgs& a, const char* from, char* to, float scale) {
+  if (!a.codes) {
+    std::memcpy(to, from, a.row_bytes);
+    return;
+  }
+  with_type(a.dtype, [&](auto type) {
+    auto* x = (const decltype(type)*)from;
+    auto* y = (e4m3*)to;
+    int64_t d = 0;
+    for (; d + VL <= a.D; d += VL) store(y + d, load(x + d) / scale);
+    if (d < a.D) store_part(y + d, load_part(x + d, (int)(a.D - d)) / scale, (int)(a.D - d));
+  });
+}
 EXPORT int vc_reshape_and_cache(const CacheArgs* a) {
   for (int64_t t = 0; t < a->T; t++)
     if (a->slots[t] < -1 || a->slots[t] >= a->blocks * a->block_size) return 1;
@@ -176,8 +191,11 @@ EXPORT int vc_reshape_and_cache(const CacheArgs* a) {
       if (a->slots[t] < 0) continue;
       int64_t block = a->slots[t] / a->block_size, at = a->slots[t] % a->block_size;
       for (int64_t h = 0; h < a->J; h++) {
-        std::memcpy(a->k_cache + block * a->kc0 + h * a->kc1 + at * a->kc2, a->k + t * a->k0 + h * a->k1, a->row_bytes);
-        if (a->v) std::memcpy(a->v_cache + block * a->vc0 + h * a->vc1 + at * a->vc2, a->v + t * a->v0 + h * a->v1, a->row_bytes);
+        char* k = a->k_cache + block * a->kc0 + h * a->kc1 + at * a->kc2;
+        store_row(*a, a->k + t * a->k0 + h * a->k1, k, (float)a->k_scale);
+        if (!a->v) continue;
+        char* v = a->v_cache + block * a->vc0 + h * a->vc1 + at * a->vc2;
+        store_row(*a, a->v + t * a->v0 + h * a->v1, v, (float)a->v_scale);
       }
     }
   });

@@ -114,7 +114,7 @@ template <class T> struct DenseWeight {
   template <class Done> void gemm(int64_t rows, Rows a, int64_t p0, int64_t p1, Done&& done) const {
     gemm_block(rows, a, K, w, p0, p1, done);
   }
-  DenseWeight at(int64_t panel) const { return {K, w + panel * weight_k<T>(K) * NR}; }
+  DenseWeight at(int64_t panel, int64_t) const { return {K, w + panel * weight_k<T>(K) * NR}; }
 };
 
 template <class T> struct QuantizedWeight {
@@ -159,9 +159,10 @@ template <class T> struct QuantizedWeight {
     }
   }
 
-  QuantizedWeight at(int64_t panel) const {
+  QuantizedWeight at(int64_t panel, int64_t expert) const {
     QuantizedWeight other = *this;
     other.q.data += panel * q.panel();
+    if (q.order) other.q.order += expert * q.K;
     return other;
   }
 };
@@ -296,7 +297,7 @@ template <class T, class W> int experts(const ExpertsArgs& args, const W& w13, c
     };
 
     blocks(w13, i_panels, [&](int64_t e, int64_t s, int64_t rows, int64_t p0, int64_t p1) {
-      const W gates = w13.at(e * 2 * i_panels), ups = gates.at(i_panels);
+      const W gates = w13.at(e * 2 * i_panels, e), ups = gates.at(i_panels, 0);
       Rows a = gates.take(rows, 0, false, [&](int64_t r) { return x + (t0 + order[s + r] / slots) * ldx; });
       float* gate = gate_scratch.get<float>(rows * NR);
       for (int64_t p = p0; p < p1; p++) {
@@ -320,7 +321,7 @@ template <class T, class W> int experts(const ExpertsArgs& args, const W& w13, c
       }
     });
     blocks(w2, d_panels, [&](int64_t e, int64_t s, int64_t rows, int64_t p0, int64_t p1) {
-      const W down = w2.at(e * d_panels);
+      const W down = w2.at(e * d_panels, e);
       Rows a = down.take(rows, ldh, true, [&](int64_t r) { return h + (s + r) * ldh; });
       down.gemm(rows, a, p0, p1, [&](int64_t r0, int mr, int64_t p, int np, const float* c, int64_t ldc) {
         for (int r = 0; r < mr; r++) {

@@ -29,6 +29,8 @@ class Attention(nn.Module):
 
     ``sinks_name``: the checkpoint's [heads of all ranks], each the logit of one more column of its head's softmax,
     which has no value (gpt-oss).
+
+    The cache holds ``cache_dtype``: the model's, or float8_e4m3fn with one scale for keys and one for values.
     """
 
     weight_attributes = ("sinks",)
@@ -47,7 +49,8 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads
-        self.dtype, self.layer_name = dtype, prefix
+        self.dtype, self.cache_dtype, self.layer_name = dtype, dtype, prefix
+        self.k_scale = self.v_scale = 1.0
         self.sliding_window = sliding_window or 0
         self.backend = PagedAttentionBackend
         self.impl = self.backend.impl_cls(num_heads, head_size, scale, num_kv_heads, self.sliding_window, soft_cap)
@@ -68,12 +71,12 @@ class Attention(nn.Module):
         self.sinks.copy_(loaded)
 
     def get_kv_cache_spec(self) -> AttentionSpec:
-        return AttentionSpec(self.num_kv_heads, self.head_size, self.dtype, self.sliding_window or None)
+        return AttentionSpec(self.num_kv_heads, self.head_size, self.cache_dtype, self.sliding_window or None)
 
     def bind_kv_cache(self, config: KVCacheConfig) -> None:
         """Allocate this layer's cache. Blocks are zeroed so that no kernel that reads a whole block meets NaN."""
         shape = self.backend.get_kv_cache_shape(config.num_blocks, config.block_size, self.num_kv_heads, self.head_size)
-        self.kv_cache = (ops.zeroed_cache(shape, self.dtype), ops.zeroed_cache(shape, self.dtype))
+        self.kv_cache = (ops.zeroed_cache(shape, self.cache_dtype), ops.zeroed_cache(shape, self.cache_dtype))
 
     def workspace_bytes(self, num_tokens: int, max_model_len: int) -> int:
         """What the layer allocates for a time beside its buffers; see ``AttentionImpl.workspace_bytes``."""
@@ -103,6 +106,8 @@ class Attention(nn.Module):
             metadata,
             output.view(num_tokens_padded, self.num_heads, self.head_size),
             self.sinks,
+            self.k_scale,
+            self.v_scale,
         )
         zero_padding_rows(output, metadata.num_actual_tokens)
         return output

@@ -62,6 +62,8 @@ class LatentAttention(nn.Module):
 
     ``longest``: tokens that a context may have; ``max_rows``: token rows of the largest step. Beside the result, all
     layers share three buffers: absorbed queries, what these attend to, and the keys and values of some heads.
+
+    The cache holds ``cache_dtype``: the model's, or float8_e4m3fn with one scale, ``k_scale``, for the whole vector.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class LatentAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.up, self.num_heads, self.scale, self.dtype, self.layer_name = up, num_heads, scale, dtype, prefix
+        self.cache_dtype, self.k_scale, self.v_scale = dtype, 1.0, None
         self.rank, self.nope, self.rope, self.v = up.input_size_per_partition, up.nope, rope, up.v
         self.width, self.head = self.rank + rope, up.nope + rope
         self.backend, self.max_rows = MLABackend, max_rows
@@ -85,9 +88,9 @@ class LatentAttention(nn.Module):
         saved = 2 * self.rank - self.nope - self.v
         self.expand_from = max(self.rank * (self.nope + self.v) // saved + 1, 2) if saved > 0 else 2
         self.heads_at_once = min(num_heads, _HEADS_AT_ONCE)
-        context = cdiv(longest, block_size) * block_size
+        self.context = cdiv(longest, block_size) * block_size
         each = self.head + self.v
-        columns = max(self.width + self.heads_at_once * each, cdiv(context * (self.width + each), max_rows))
+        columns = max(self.width + self.heads_at_once * each, cdiv(self.context * (self.width + each), max_rows))
         self.output_key = buffer_key(prefix, num_heads * self.v, dtype)
         self.query_key = buffer_key(f"{prefix}.absorbed_queries", num_heads * self.width, dtype)
         self.attended_key = buffer_key(f"{prefix}.attended_latents", num_heads * self.rank, dtype)
@@ -96,11 +99,11 @@ class LatentAttention(nn.Module):
         self.kv_cache: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def get_kv_cache_spec(self) -> AttentionSpec:
-        return AttentionSpec(1, self.width, self.dtype, value_size=self.rank)
+        return AttentionSpec(1, self.width, self.cache_dtype, value_size=self.rank)
 
     def bind_kv_cache(self, config: KVCacheConfig) -> None:
         """Allocate this layer's cache, zeroed as ``Attention``'s; the values are a view of the keys."""
-        cache = ops.zeroed_cache((config.num_blocks, 1, config.block_size, self.width), self.dtype)
+        cache = ops.zeroed_cache((config.num_blocks, 1, config.block_size, self.width), self.cache_dtype)
         self.kv_cache = cache, cache[..., : self.rank]
 
     def unbind_kv_cache(self) -> None:
@@ -108,7 +111,8 @@ class LatentAttention(nn.Module):
 
     def workspace_bytes(self, num_tokens: int, max_model_len: int) -> int:
         device, some = torch.get_default_device(), self.heads_at_once
-        return max(
+        codes = 0 if self.cache_dtype is self.dtype else self.context * self.width
+        return codes + max(
             ops.paged_attention_workspace(device, num_tokens, max_model_len, heads, kv_heads, size, self.dtype)
             for heads, kv_heads, size in ((self.num_heads, 1, self.width), (some, some, self.head))
         )
@@ -125,7 +129,7 @@ class LatentAttention(nn.Module):
             return query.new_zeros(output.shape)
         assert self.kv_cache is not None, f"{self.layer_name}: the KV cache was never bound"
         metadata: MLAMetadata = context.attn_metadata[self.layer_name]
-        ops.reshape_and_cache(latents[:, None], None, self.kv_cache[0], None, metadata.slot_mapping)
+        ops.reshape_and_cache(latents[:, None], None, self.kv_cache[0], None, metadata.slot_mapping, self.k_scale)
         end = 0
         for part in metadata.parts(self.expand_from):
             zero_padding_rows(output[: part.first], end)
@@ -146,7 +150,7 @@ class LatentAttention(nn.Module):
         absorbed, attended = (x.unflatten(1, (self.num_heads, -1)) for x in (absorbed, attended))
         torch.bmm(q[..., : self.nope].transpose(0, 1), w_uk, out=absorbed[..., : self.rank].transpose(0, 1))
         absorbed[..., self.rank :] = q[..., self.nope :]
-        self._attend(part, absorbed, keys, values, part.block_table, attended)
+        self._attend(part, absorbed, keys, values, part.block_table, attended, self.k_scale)
         torch.bmm(attended.transpose(0, 1), w_uv.mT, out=out.transpose(0, 1))
 
     def _attend_expanded(self, part: Part, q: torch.Tensor, out: torch.Tensor, memory: torch.Tensor) -> None:
@@ -159,7 +163,12 @@ class LatentAttention(nn.Module):
             blocks * self.kv_cache[0].shape[2]
         )  # those past the context's end are unwritten memory, and stay unread
         latents, memory = memory[: tokens * self.width].view(blocks, -1, self.width), memory[tokens * self.width :]
-        torch.index_select(self.kv_cache[0][:, 0], 0, part.blocks, out=latents)
+        cache = self.kv_cache[0][:, 0]
+        if self.cache_dtype is self.dtype:
+            torch.index_select(cache, 0, part.blocks, out=latents)
+        else:
+            codes = torch.index_select(cache.view(torch.uint8), 0, part.blocks).view(self.cache_dtype)
+            latents.copy_(codes).mul_(self.k_scale)
         latents = latents.view(tokens, self.width)
         at_once = min(self.heads_at_once, memory.numel() // (tokens * (self.head + self.v)))
         assert at_once, f"{memory.numel()} elements for {tokens} tokens of {self.head + self.v}"
@@ -184,6 +193,7 @@ class LatentAttention(nn.Module):
         values: torch.Tensor,
         table: torch.Tensor,
         out: torch.Tensor,
+        scale: float = 1.0,
     ) -> None:
         ops.paged_attention(
             q,
@@ -197,4 +207,6 @@ class LatentAttention(nn.Module):
             0,
             query_start_loc_cpu=part.query_start_loc_cpu,
             seq_lens_cpu=part.seq_lens_cpu,
+            k_scale=scale,
+            v_scale=scale,
         )

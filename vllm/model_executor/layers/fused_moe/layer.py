@@ -25,12 +25,17 @@ from vllm.model_executor.layers.linear import divide
 from vllm.model_executor.parameter import WeightSpec
 
 
+def _plain(weight: QuantizedWeight | None) -> QuantizedWeight | None:
+    """Where new rows can be put: not into what is packed."""
+    return weight if weight is not None and weight.kind == "plain" else None
+
+
 class FusedMoE(nn.Module):
     """Routed experts: hidden_states [T, hidden] and router_logits [T, E] → [T, hidden]; the ``router`` chooses.
 
     With expert parallelism each EP rank holds whole experts: a run of them, the first ``E % ep`` ranks one more than
     the rest, which may be none, until ``distributed.eplb`` moves some; else every rank holds a TP slice of each expert.
-    ``expert_names(e)`` gives the checkpoint prefixes of expert e's gate, up and down projections.
+    ``projections``: an expert's gate, up and down ones in the checkpoint, where expert e is ``{prefix}.{e}``.
     ``bias_names``: those of all experts' biases, [E, 2 * I] with the elements of gate and up in turns, and [E, hidden].
     ``activation`` is that of ``ops.fused_experts``.
 
@@ -47,15 +52,15 @@ class FusedMoE(nn.Module):
         intermediate_size: int,
         dtype: torch.dtype,
         prefix: str,
-        expert_names: Callable[[int], tuple[str, str, str]],
         enable_expert_parallel: bool,
+        projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
         bias_names: tuple[str, str] | None = None,
         activation: str = "silu",
     ) -> None:
         super().__init__()
         self.router, self.num_experts = router, router.num_experts
         self.hidden_size, self.intermediate_size, self.dtype = hidden_size, intermediate_size, dtype
-        self.layer_name, self.expert_names = prefix, expert_names
+        self.layer_name, self.projections = prefix, projections
         ep, tp = get_ep_group(), get_tp_group()
         if enable_expert_parallel:
             owners = first_placement(self.num_experts, ep.world_size)
@@ -76,6 +81,8 @@ class FusedMoE(nn.Module):
         self.adds_down_bias = enable_expert_parallel or tp.rank_in_group == 0
         self.b13: torch.Tensor | None = None
         self.b2: torch.Tensor | None = None
+        # of quantised matrices, by (attribute, place, half), until they are packed
+        self.input_orders: dict[tuple[str, int, int], torch.Tensor | None] = {}
 
     def place(self, owners: list[list[int]]) -> None:
         """``owners``: each EP rank's experts, in the order of their places in memory."""
@@ -88,6 +95,9 @@ class FusedMoE(nn.Module):
         expert_map = torch.full((self.num_experts,), -1, dtype=torch.int32, device="cpu")
         expert_map[self.local_experts] = torch.arange(self.local_num_experts, dtype=torch.int32, device="cpu")
         self.expert_map.copy_(expert_map)
+
+    def expert_names(self, expert: int) -> list[str]:
+        return [f"{self.layer_name}.{expert}.{projection}" for projection in self.projections]
 
     def bytes_of(self, place: int) -> list[torch.Tensor]:
         """The memory of the expert in this rank's ``place``, as flat uint8 views."""
@@ -143,8 +153,8 @@ class FusedMoE(nn.Module):
             rows = 2 * self.local_intermediate
             if isinstance(loaded, QuantizedWeight):
                 assert not isinstance(self.w13, PackedExperts), f"{self.layer_name}: experts in two forms"
-                first = half * self.local_intermediate
-                self.w13 = put_rows(self.w13, loaded, self.local_num_experts, rows, expert, first, gated=True)
+                first, part = half * self.local_intermediate, self._in_its_order(loaded, "w13", expert, half)
+                self.w13 = put_rows(_plain(self.w13), part, self.local_num_experts, rows, expert, first, gated=True)
                 return
             assert not isinstance(self.w13, QuantizedWeight), f"{self.layer_name}: experts in two forms"
             if self.w13 is None:
@@ -157,8 +167,8 @@ class FusedMoE(nn.Module):
         def take(loaded: torch.Tensor | QuantizedWeight) -> None:
             if isinstance(loaded, QuantizedWeight):
                 assert not isinstance(self.w2, PackedExperts), f"{self.layer_name}: experts in two forms"
-                part = loaded.columns(self.intermediate_slice)
-                self.w2 = put_rows(self.w2, part, self.local_num_experts, self.hidden_size, expert, 0)
+                part = self._in_its_order(loaded.columns(self.intermediate_slice), "w2", expert)
+                self.w2 = put_rows(_plain(self.w2), part, self.local_num_experts, self.hidden_size, expert, 0)
                 return
             assert not isinstance(self.w2, QuantizedWeight), f"{self.layer_name}: experts in two forms"
             if self.w2 is None:
@@ -168,7 +178,47 @@ class FusedMoE(nn.Module):
 
         return take
 
+    def _in_its_order(self, loaded: QuantizedWeight, name: str, expert: int, half: int = 0) -> QuantizedWeight:
+        self.input_orders[name, expert, half] = loaded.input_order
+        return dataclasses.replace(loaded, input_order=None)
+
+    def _settle_orders(self) -> None:
+        """Act-order: the columns of w2 meet rows of w13 in the same order, those of w13 the inputs by ``input_order``.
+
+        Raises:
+            ValueError: gate and up of an expert have their columns in two orders, or there are biases.
+        """
+        orders, self.input_orders = self.input_orders, {}
+        w13, inter = self.w13, self.local_intermediate
+        if not orders or not isinstance(w13, QuantizedWeight):
+            return
+        if all(order is None for order in orders.values()):
+            self.w13 = dataclasses.replace(w13, input_order=None)
+            return
+        if self.b13 is not None:
+            raise ValueError(
+                f"{self.layer_name}: experts with biases, quantised in the order of their activations (act-order), are "
+                "not supported; use a checkpoint without desc_act"
+            )
+        of_inputs = torch.arange(w13.K).repeat(w13.E, 1)
+        for place, expert in enumerate(self.local_experts):
+            gate, up = orders.get(("w13", place, 0)), orders.get(("w13", place, 1))
+            if (gate is None) != (up is None) or not (gate is None or up is None or torch.equal(gate, up)):
+                raise ValueError(
+                    f"{' and '.join(self.expert_names(expert)[:2])} have their columns in different orders (act-order) "
+                    "but are one product; use a checkpoint without desc_act"
+                )
+            if gate is not None:
+                of_inputs[place] = gate
+            if (order := orders.get(("w2", place, 0))) is not None:
+                both = torch.cat((order, order + inter)).to(w13.codes.device)
+                for tensor in (w13.codes, w13.scales, w13.zeros):
+                    if tensor is not None:
+                        tensor[place] = tensor[place][both]
+        self.w13 = dataclasses.replace(w13, input_order=of_inputs)
+
     def process_weights_after_loading(self) -> None:
+        self._settle_orders()
         for name in ("w13", "w2"):
             weight = getattr(self, name)
             if isinstance(weight, QuantizedWeight) and weight.kind == "plain":

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vllm.kernels.quantized import FORMATS, QuantizedWeight, dequantize, quantize
-from vllm.logger import init_logger
+from vllm.logger import init_logger, log_once
 from vllm.model_executor.model_loader.weight_utils import StoredCodes, StoredTensor
 from vllm.model_executor.parameter import WeightSpec
 
@@ -21,13 +22,16 @@ logger = init_logger(__name__)
 
 Rows = slice | Tensor | None
 FP8 = torch.float8_e4m3fn
+# What checkpoints may give for the inputs of a matrix.
+INPUT_PARTS = ("input_scale", "input_scale_ub", "input_zero_point", "activation_scale")
 
 
 class QuantizationConfig(ABC):
     """What a checkpoint says of its quantisation (``quantization_config``), and how its tensors are read.
 
     ``anchors``: what follows a matrix's name in that of the tensor that makes it a quantised one; ``parts``: of others.
-    ``form``: format and group size that most matrices are said to have.
+    ``online``: floats are quantised as they are read. ``form``: format and group size that most matrices are said to
+    have.
 
     Raises:
         ValueError: on construction, for options that are not supported.
@@ -36,6 +40,7 @@ class QuantizationConfig(ABC):
     method: str
     anchors: ClassVar[tuple[str, ...]] = ()
     parts: ClassVar[tuple[str, ...]] = ()
+    online: ClassVar[bool] = False
     form: tuple[str, int] = ("int8", 1 << 62)
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -52,6 +57,13 @@ class QuantizationConfig(ABC):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QuantizationConfig:
         return cls(config)
+
+    def matrix_of(self, name: str) -> str | None:
+        """The matrix that stored tensor ``name`` is a part of, itself where of none; None for what is never used."""
+        base, _, leaf = name.rpartition(".")
+        if leaf in INPUT_PARTS:
+            return None
+        return base if leaf in (*self.anchors, *self.parts) else name
 
     def is_anchor(self, tensor: StoredTensor, leaf: str) -> bool:
         return leaf in self.anchors
@@ -80,10 +92,7 @@ class QuantizationConfig(ABC):
                 found[base][leaf] = tensor
             else:
                 adapted.append(tensor)
-        quantised = [self._joined(x, found[x], shapes.get(f"{x}.weight")) for x in adapted if isinstance(x, str)]
-        if not quantised:
-            logger.warning("the config says that the checkpoint is quantised by %s, but no matrix is", self.method)
-        joined = iter(quantised)
+        joined = iter([self._joined(x, found[x], shapes.get(f"{x}.weight")) for x in adapted if isinstance(x, str)])
         return [next(joined) if isinstance(x, str) else x for x in adapted]
 
     def _joined(self, name: str, found: dict[str, StoredTensor], shape: tuple[int, ...] | None) -> StoredTensor:
@@ -105,6 +114,26 @@ def part(found: Mapping[str, StoredTensor], leaf: str, of: str) -> StoredTensor:
     if leaf not in found:
         raise ValueError(f"{of} is stored quantised, but {of}.{leaf} is missing; fetch the checkpoint again")
     return found[leaf]
+
+
+def check_input_scales(name: str, found: Mapping[str, StoredTensor], rounded: bool) -> None:
+    """See to the static scales of the inputs of matrix ``name``, which are not used: what is larger than at calibration
+    would be cut off. ``rounded``: whether products round their inputs.
+
+    Raises:
+        ValueError: one is NaN, infinite, or not above 0.
+    """
+    for leaf in INPUT_PARTS:
+        if leaf not in found or leaf.endswith("zero_point"):
+            continue
+        scales = raw(found[leaf]).float()
+        if not (scales.isfinite() & (scales > 0)).all():
+            raise ValueError(
+                f"{name}.{leaf} is {scales.flatten()[:4].tolist()}, which cannot be scales of inputs: the checkpoint "
+                "is damaged or was calibrated with a fault; fetch it again, or remove these tensors: they are not used"
+            )
+        how = "each row has its own scale, found as it comes" if rounded else "inputs stay in the model's dtype"
+        log_once(logger, logging.INFO, f"static input scales of the checkpoint ({leaf}) are not used: {how}")
 
 
 def joined(

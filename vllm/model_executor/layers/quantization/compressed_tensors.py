@@ -3,13 +3,12 @@
 
 Formats: https://github.com/vllm-project/compressed-tensors. Bits, groups, zeros and order are what the tensors show;
 from the config come block sizes, and whether products round their inputs. INT8 ones do where it says so, each row by
-its own largest magnitude, also where it gives a static ``input_scale``: that would cut off what is larger than at
-calibration. Inputs of FP8 weights: see ``fp8``.
+its own largest magnitude, also where it gives static scales of inputs, see ``base.check_input_scales``. Inputs of FP8
+weights: see ``fp8``.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from collections.abc import Mapping
@@ -18,15 +17,15 @@ from typing import Any
 import torch
 
 from vllm.kernels.quantized import QuantizedWeight
-from vllm.logger import log_once
 from vllm.model_executor.layers.quantization.base import (
     FP8,
+    INPUT_PARTS,
     QuantizationConfig,
     Rows,
+    check_input_scales,
     checked_scales,
     expect,
     joined,
-    logger,
     nibbles,
     own,
     part,
@@ -47,9 +46,7 @@ _FORMATS = (
 class CompressedTensorsConfig(QuantizationConfig):
     method = "compressed-tensors"
     anchors = ("weight", "weight_packed")
-    parts = (
-        "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "input_scale", "input_zero_point",
-    )  # fmt: skip
+    parts = ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", *INPUT_PARTS)
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
@@ -90,12 +87,6 @@ class CompressedTensorsConfig(QuantizationConfig):
             raise ValueError(
                 f"compressed-tensors with inputs of {inputs.get('num_bits')} bits is not supported; 8 and unrounded are"
             )
-        if not inputs.get("dynamic", False):
-            log_once(
-                logger,
-                logging.WARNING,
-                "the static input scales of compressed-tensors are not read: each row has its own",
-            )
         return "fp8" if inputs.get("type") == "float" else "int8"
 
     def _group(self, name: str) -> Mapping[str, Any]:
@@ -119,8 +110,9 @@ class CompressedTensorsConfig(QuantizationConfig):
             return mxfp4_matrix(f"{name}.weight", packed, scales, (packed.shape[0], 2 * packed.shape[1]))
         if "weight" in found and found["weight"].dtype is FP8:
             block = weights.get("block_structure")
-            return fp8_matrix(name, found["weight"], scales, tuple(block) if block else None, rounds == "fp8")
+            return fp8_matrix(name, found, scales, tuple(block) if block else None, rounds == "fp8")
         rounds = None if rounds == "fp8" else rounds
+        check_input_scales(name, found, rounds is not None)
         if "weight" in found:
             N, K = found["weight"].shape
             return self._integers(name, found["weight"], found, (N, K), 8, rounds, weights.get("group_size"))

@@ -3,8 +3,8 @@
 arXiv:2412.19437: 128 × 128, ``weight_scale_inv``, which multiplies).
 
 Inputs stay in 16 bits but on devices that multiply FP8 by FP8, where each row is rounded by its own largest magnitude.
-A stored ``input_scale`` would cut off what is larger than at calibration, and is not read. Blocks have finer scales of
-inputs than a row's, so there inputs are never rounded.
+Stored scales of inputs are checked and not used, see ``base.check_input_scales``. Blocks have finer scales of inputs
+than a row's, so there inputs are never rounded.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ import torch
 from vllm.kernels.quantized import QuantizedWeight, multiplies_fp8
 from vllm.model_executor.layers.quantization.base import (
     FP8,
+    INPUT_PARTS,
     QuantizationConfig,
     Rows,
+    check_input_scales,
     checked_scales,
     expect,
     joined,
@@ -31,9 +33,11 @@ from vllm.model_executor.model_loader.weight_utils import StoredTensor
 
 
 def fp8_matrix(
-    name: str, codes: StoredTensor, scales: StoredTensor, block: tuple[int, int] | None, rounds_inputs: bool
+    name: str, found: Mapping[str, StoredTensor], scales: StoredTensor, block: tuple[int, int] | None, rounds: bool
 ) -> StoredTensor:
-    """``block``: rows and columns of a scale, None where there is one for the tensor or for each row."""
+    """``block``: rows and columns of a scale, None where there is one for the tensor or for each row. ``rounds``:
+    products round their inputs, where the device multiplies FP8."""
+    codes = found["weight"]
     N, K = codes.shape
     in_blocks = block is not None and scales.shape == (-(-N // block[0]), -(-K // block[1]))
     if not in_blocks:
@@ -43,7 +47,8 @@ def fp8_matrix(
             (), (1,), (1, 1), (N,), (N, 1),
         )  # fmt: skip
     rows_each, group_size = block if in_blocks and block is not None else (N // math.prod(scales.shape), K)
-    activations = "fp8" if rounds_inputs and not in_blocks and multiplies_fp8(torch.get_default_device()) else None
+    activations = "fp8" if rounds and not in_blocks and multiplies_fp8(torch.get_default_device()) else None
+    check_input_scales(name, found, activations is not None)
 
     def read(dtype: torch.dtype, rows: Rows) -> QuantizedWeight:
         of_blocks = raw(scales).float().reshape(-1, -(-K // group_size))
@@ -61,7 +66,7 @@ def fp8_matrix(
 class Fp8Config(QuantizationConfig):
     method = "fp8"
     anchors = ("weight",)
-    parts = ("weight_scale_inv", "weight_scale", "input_scale", "input_scale_ub", "activation_scale")
+    parts = ("weight_scale_inv", "weight_scale", *INPUT_PARTS)
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
@@ -81,4 +86,4 @@ class Fp8Config(QuantizationConfig):
     def matrix(self, name: str, found: dict[str, StoredTensor], shape: tuple[int, ...] | None) -> StoredTensor:
         inverse = "weight_scale_inv" in found or (self.block is not None and "weight_scale" not in found)
         scales = part(found, "weight_scale_inv" if inverse else "weight_scale", name)
-        return fp8_matrix(name, found["weight"], scales, self.block, True)
+        return fp8_matrix(name, found, scales, self.block, True)

@@ -63,6 +63,9 @@ class Mxfp4Config(QuantizationConfig):
     method = "mxfp4"
     form = ("mxfp4", _GROUP)
 
+    def matrix_of(self, name: str) -> str:
+        return name.removesuffix("_blocks").removesuffix("_scales")
+
     def adapt(self, stored: Sequence[StoredTensor], specs: Sequence[WeightSpec]) -> list[StoredTensor]:
         by_name = {tensor.name: tensor for tensor in stored}
         return [

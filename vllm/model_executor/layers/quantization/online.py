@@ -19,6 +19,8 @@ _KEPT = re.compile(r"(^|\.)(embed_tokens|lm_head|gate|router|shared_expert_gate|
 
 
 class OnlineConfig(QuantizationConfig):
+    online = True
+
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         self.method = str(config["quant_method"])

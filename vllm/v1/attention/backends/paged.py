@@ -19,9 +19,11 @@ class PagedAttentionImpl(AttentionImpl):
         metadata: CommonAttentionMetadata,
         output: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> None:
         key_cache, value_cache = kv_cache
-        ops.reshape_and_cache(key, value, key_cache, value_cache, metadata.slot_mapping)
+        ops.reshape_and_cache(key, value, key_cache, value_cache, metadata.slot_mapping, k_scale, v_scale)
         ops.paged_attention(
             query,
             key_cache,
@@ -36,6 +38,8 @@ class PagedAttentionImpl(AttentionImpl):
             soft_cap=self.soft_cap,
             query_start_loc_cpu=metadata.query_start_loc_cpu,
             seq_lens_cpu=metadata.seq_lens_cpu,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
 
     def workspace_bytes(self, num_tokens: int, max_model_len: int, dtype: torch.dtype) -> int:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable
 
@@ -11,8 +12,10 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import cdiv
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.stats import RequestCounts
 from vllm.v1.outputs import EngineCoreOutput, LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import Grammars
 
 
 class Scheduler:
@@ -29,18 +32,21 @@ class Scheduler:
         self.max_num_seqs = scheduler_config.max_num_seqs
         self.enable_chunked_prefill = scheduler_config.enable_chunked_prefill
         self.max_model_len = vllm_config.model_config.max_model_len
+        self.grammars = Grammars.of_model(vllm_config.model_config)
         self.kv_cache_config = kv_cache_config
         self.kv_cache_manager = KVCacheManager(kv_cache_config, vllm_config.cache_config.enable_prefix_caching)
         self.requests: dict[str, Request] = {}
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.counts = RequestCounts()
         self._finished_req_ids: set[str] = set()
 
     def add_request(self, request: Request) -> None:
         """Queue ``request``.
 
         Raises:
-            ValueError: its id is in use, its prompt leaves no room for a token, or it could never fit in the cache.
+            ValueError: its id is in use, its prompt leaves no room for a token, it could never fit in the cache, or no
+                matcher can be made of its grammar.
         """
         num_prompt, size = request.num_prompt_tokens, self.kv_cache_config.block_size
         if request.request_id in self.requests:
@@ -58,7 +64,10 @@ class Scheduler:
                 f"{size} tokens, the cache has {blocks}; ask for {blocks * size} tokens or fewer in all, or raise "
                 "kv_cache_memory_bytes / gpu_memory_utilization"
             )
+        if request.sampling_params.structured_outputs is not None:
+            request.matcher = self.grammars.matcher(request)
         self.requests[request.request_id] = request
+        request.queued_ts = time.monotonic()
         self.waiting.append(request)
 
     def has_unfinished_requests(self) -> bool:
@@ -141,6 +150,10 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = request.num_computed_tokens
+            request.queued_seconds = time.monotonic() - request.queued_ts
+            if self.kv_cache_manager.enable_prefix_caching:
+                self.counts.prefix_queries += request.num_tokens
+                self.counts.prefix_hits += request.num_computed_tokens
         return True
 
     def _preempt(self, request: Request) -> None:
@@ -149,6 +162,7 @@ class Scheduler:
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_preemptions += 1
+        self.counts.preemptions += 1
         self.waiting.appendleft(request)
 
     def update_from_output(
@@ -174,6 +188,7 @@ class Scheduler:
                 self.kv_cache_manager.drop_cached(request)
                 ended, token_ids, prompt_logprobs = RequestStatus.FINISHED_ERROR, [], None
                 request.stop_reason = "the model's logits are not finite"
+                self.counts.corrupted += 1
             else:
                 start = request.num_computed_tokens
                 computed = request.num_computed_tokens = start + count
@@ -188,8 +203,13 @@ class Scheduler:
                     request.stop_reason = runner_output.undrawable[request_id]
                     ended, token_ids = RequestStatus.FINISHED_ERROR, []
                 if token_ids:
+                    if len(all_token_ids) == len(request.prompt_token_ids):
+                        self.counts.prompt_tokens += len(all_token_ids)
+                    self.counts.generation_tokens += len(token_ids)
                     all_token_ids += token_ids
                     ended = self._check_stop(request)
+                    if request.matcher is not None:
+                        ended = self._follow_grammar(request, ended)
             if ended is not None:
                 del self.requests[request_id]
                 self._end(request, ended)
@@ -204,6 +224,7 @@ class Scheduler:
                         ended.finish_reason if ended is not None else None,
                         request.stop_reason,
                         max(request.num_cached_tokens, 0),
+                        request.queued_seconds,
                     )
                 )
         if any_ended:
@@ -236,6 +257,17 @@ class Scheduler:
         if num_tokens >= request.max_num_tokens:
             return RequestStatus.FINISHED_LENGTH_CAPPED
         return None
+
+    @staticmethod
+    def _follow_grammar(request: Request, ended: RequestStatus | None) -> RequestStatus | None:
+        """How the token just appended ends ``request``, which it does too where nothing can follow it."""
+        matcher, params = request.matcher, request.sampling_params
+        assert matcher is not None, f"request {request.request_id} has no grammar"
+        if not matcher.take(request.all_token_ids[-1], ended is RequestStatus.FINISHED_STOPPED):
+            request.stop_reason = matcher.why_none()
+            return RequestStatus.FINISHED_ERROR
+        is_over = matcher.is_over and request.num_output_tokens >= params.min_tokens
+        return RequestStatus.FINISHED_STOPPED if is_over else ended
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix. Running requests go on, and nothing they compute is found later."""

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine whose ranks are processes of their own, for many clients at once."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import dataclasses
+import time
+import weakref
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from vllm._upstream_names import refuse
+from vllm.config import CompilationConfig, ModelConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.inputs import PromptType
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
+from vllm.tokenizers import get_tokenizer
+from vllm.v1.engine.core_client import RankClient, silence_timeout
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.input_processor import EngineInput, InputProcessor
+from vllm.v1.engine.launch import Launch
+from vllm.v1.engine.messages import Add, params_on_the_wire
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.engine.protocol import Effects
+from vllm.v1.metrics.engine_metrics import EngineMetrics
+
+
+class _Client:
+    """Who waits for a request's outputs, on the event loop that asked for them."""
+
+    def __init__(self) -> None:
+        self.loop, self.queue = asyncio.get_running_loop(), asyncio.Queue[RequestOutput | Exception]()
+
+
+class AsyncLLM:
+    """Starts the ranks of an engine and hands requests to them; of any thread and event loop.
+
+    Requests go to the DP rank with the fewest tokens waiting. ``rank_stats``: what each DP rank told last of itself;
+    ``rank_waits``: rank → ranks that hold it up; ``metrics``: None with ``disable_log_stats``.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, generation_config: Mapping[str, Any], launch: Launch) -> None:
+        config = vllm_config.model_config
+        self.generation_config = dict(generation_config)
+        self.tokenizer = None
+        if not config.skip_tokenizer_init:
+            self.tokenizer = get_tokenizer(
+                config.tokenizer,
+                tokenizer_mode=config.tokenizer_mode,
+                trust_remote_code=config.trust_remote_code,
+                revision=config.tokenizer_revision,
+            )
+        self.output_processor = OutputProcessor(self.tokenizer, log_stats=not vllm_config.disable_log_stats)
+        self._clients: dict[str, _Client] = {}
+        # One thread: the tokenizer is not made for several.
+        self._tokenising = ThreadPoolExecutor(1, "vllm-tokenise")
+        self.ranks = RankClient(launch, vllm_config.parallel_config.tensor_parallel_size, self._hand_out)
+        # Not the bound method: the engine must end with its last user.
+        me = weakref.ref(self)
+
+        def leave() -> None:
+            if (llm := me()) is not None:
+                llm.shutdown(0)
+
+        self._at_exit = atexit.register(leave)
+        try:
+            self.ranks.start()
+        except BaseException:
+            self.shutdown(0)
+            raise
+        assert self.ranks.ready is not None, "the ranks are ready, and the first has not said so"
+        longest = min(config.max_model_len, self.ranks.ready.max_model_len)
+        self.model_config: ModelConfig = dataclasses.replace(config, max_model_len=longest)
+        self.vllm_config = dataclasses.replace(vllm_config, model_config=self.model_config)
+        self.input_processor = InputProcessor(self.vllm_config, self.tokenizer, generation_config)
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        start_engine_loop: bool = True,
+        usage_context: Any = None,
+        *,
+        nnodes: int = 1,
+        node_rank: int = 0,
+        master_addr: str = "127.0.0.1",
+        master_port: int = 29501,
+        max_restarts: int = 0,
+    ) -> AsyncLLM:
+        """Returns when all ranks are ready; see ``Launch`` for the last arguments.
+
+        Raises ``ValueError`` for arguments that cannot work, ``EngineDeadError`` where the ranks do not come up.
+        """
+        config = engine_args.create_engine_config()
+        launch = make_launch(
+            engine_args,
+            config,
+            nnodes=nnodes,
+            node_rank=node_rank,
+            master_addr=master_addr,
+            master_port=master_port,
+            max_restarts=max_restarts,
+        )
+        return cls(config, engine_args.get_generation_config(config.model_config), launch)
+
+    async def get_tokenizer(self) -> Any:
+        if self.tokenizer is None:
+            raise ValueError("there is no tokenizer: the engine was made with skip_tokenizer_init=True")
+        return self.tokenizer
+
+    async def get_model_config(self) -> ModelConfig:
+        return self.model_config
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        lora_request: Any = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of a request as they come, of the kind that ``sampling_params.output_kind`` says.
+
+        Closing or cancelling it ends the request. Raises ``ValueError`` for a request that can never run, and
+        ``EngineDeadError`` where the engine is lost, each before the first output or between two.
+        """
+        if lora_request is not None or trace_headers or priority:
+            raise NotImplementedError("lora_request, trace_headers and priority are not supported; leave them out")
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id={request_id!r} is a {type(request_id).__name__}; give a string")
+        arrival_time = time.time()
+        await self.check_health()
+        arguments = (prompt, sampling_params, tokenization_kwargs)
+        if isinstance(prompt, str) or (isinstance(prompt, Mapping) and "prompt_token_ids" not in prompt):
+            loop = asyncio.get_running_loop()
+            checked = await loop.run_in_executor(self._tokenising, self.input_processor.process_inputs, *arguments)
+        else:
+            checked = self.input_processor.process_inputs(*arguments)
+        client = self._add(request_id, checked, arrival_time, data_parallel_rank)
+        finished = False
+        try:
+            while not finished:
+                output = await client.queue.get()
+                finished = isinstance(output, Exception) or output.finished
+                if isinstance(output, Exception):
+                    raise output
+                yield output
+        finally:
+            if not finished:
+                self._drop([request_id])
+
+    def _add(self, request_id: str, checked: EngineInput, arrival_time: float, dp_rank: int | None) -> _Client:
+        with self.ranks.lock:
+            if self.ranks.dead is not None:
+                raise EngineDeadError(self.ranks.dead)
+            children = self.output_processor.add_request(
+                request_id, checked.prompt, checked.prompt_token_ids, checked.params, arrival_time
+            )
+            protocol = self.ranks.protocol
+            dp_rank = protocol.choose_rank() if dp_rank is None else dp_rank  # the same for all: they share a prefix
+            try:
+                for child_id, params in children:
+                    wire = params_on_the_wire(params)
+                    add = Add(child_id, checked.prompt_token_ids, wire, checked.eos_token_id, arrival_time)
+                    self.ranks.carry_out(protocol.add(add, dp_rank))
+            except BaseException as error:
+                self._drop([request_id])
+                if isinstance(error, RuntimeError):
+                    raise EngineDeadError(str(error)) from error
+                raise
+            self.output_processor.accepted(request_id, dp_rank)
+            client = self._clients[request_id] = _Client()
+            return client
+
+    def _drop(self, request_ids: Iterable[str]) -> None:
+        with self.ranks.lock:
+            ids = list(request_ids)
+            for request_id in ids:
+                self._clients.pop(request_id, None)
+            self.ranks.carry_out(self.ranks.protocol.abort(self.output_processor.abort_requests(ids)))
+
+    def _hand_out(self, effects: Effects, dp_rank: int) -> None:
+        """On the thread of ``ranks`` and under its lock."""
+        found: dict[asyncio.AbstractEventLoop, list[tuple[_Client, RequestOutput | Exception]]] = {}
+
+        def give(request_id: str, output: RequestOutput | Exception, ended: bool) -> None:
+            client = self._clients.pop(request_id, None) if ended else self._clients.get(request_id)
+            if client is not None:
+                found.setdefault(client.loop, []).append((client, output))
+
+        if (metrics := self.output_processor.metrics) is not None and (report := self.ranks.rank_stats[dp_rank]):
+            metrics.record_rank(dp_rank, report)
+        processed, stopped = self.output_processor.process_outputs(effects.outputs, dp_rank)
+        self.ranks.carry_out(self.ranks.protocol.abort(stopped))
+        for output in processed:
+            give(output.request_id, output, output.finished)
+        for child_id, (why, is_its_fault) in effects.failed.items():
+            if (request_id := self.output_processor.owner_of(child_id)) is not None:
+                give(request_id, ValueError(why) if is_its_fault else EngineDeadError(why), True)
+                self._drop([request_id])
+        for loop, outputs in found.items():
+            try:
+                loop.call_soon_threadsafe(_deliver, outputs)
+            except RuntimeError:  # the loop was closed with requests in it
+                self._drop([client_id for client_id, client in self._clients.items() if client.loop is loop])
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Drop requests; ids that have ended are ignored. Whoever iterates over one gets an ``EngineGenerateError``."""
+        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        with self.ranks.lock:
+            waiting = [client for one in ids if (client := self._clients.get(one)) is not None]
+            self._drop(ids)
+        for client in waiting:
+            client.loop.call_soon_threadsafe(client.queue.put_nowait, EngineGenerateError("the request was aborted"))
+
+    encode = refuse("vllm.AsyncLLM.encode")
+
+    # --- how the engine stands ----------------------------------------------------------------------------------------
+
+    @property
+    def metrics(self) -> EngineMetrics | None:
+        return self.output_processor.metrics
+
+    @property
+    def rank_stats(self) -> list[dict[str, float]]:
+        return self.ranks.rank_stats
+
+    @property
+    def rank_waits(self) -> dict[int, list[int]]:
+        return self.ranks.rank_waits
+
+    def stats(self) -> list[dict[str, float]]:
+        return self.ranks.rank_stats
+
+    @property
+    def is_running(self) -> bool:
+        return self.ranks.is_running
+
+    @property
+    def errored(self) -> bool:
+        return self.ranks.dead is not None
+
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        return None if self.ranks.dead is None else EngineDeadError(self.ranks.dead)
+
+    async def check_health(self) -> None:
+        """Raises ``EngineDeadError`` where the engine is lost, or its ranks are being started again."""
+        if self.ranks.dead is not None:
+            raise EngineDeadError(self.ranks.dead)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Take no more requests, let those that run end for ``timeout`` seconds (None: as long as they take), and
+        return when all processes have gone. Blocks; again it does nothing."""
+        atexit.unregister(self._at_exit)
+        self.ranks.shutdown(timeout)
+        self._tokenising.shutdown(wait=False)
+
+
+def _deliver(outputs: list[tuple[_Client, RequestOutput | Exception]]) -> None:
+    for client, output in outputs:
+        client.queue.put_nowait(output)
+
+
+def make_launch(engine_args: EngineArgs, config: VllmConfig, **options: Any) -> Launch:
+    return Launch(
+        arguments_as_json(engine_args), config.parallel_config.world_size, silence_s=silence_timeout(), **options
+    )
+
+
+def arguments_as_json(engine_args: EngineArgs) -> dict[str, Any]:
+    """The arguments that differ from their defaults, for another process.
+
+    Raises ``ValueError`` for one that only this process has.
+    """
+    found: dict[str, Any] = {"model": engine_args.model}
+    for f in dataclasses.fields(engine_args)[1:]:
+        value = getattr(engine_args, f.name)
+        if value == (f.default if f.default_factory is dataclasses.MISSING else f.default_factory()):
+            continue
+        if isinstance(value, torch.dtype):
+            value = str(value).removeprefix("torch.")
+        elif isinstance(value, CompilationConfig):
+            value = {**dataclasses.asdict(value), "cudagraph_mode": value.cudagraph_mode.name}
+        if callable(value):
+            raise ValueError(f"{f.name}={value!r} is a function, which the ranks' processes do not have: give values")
+        found[f.name] = value
+    return found

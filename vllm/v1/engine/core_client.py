@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The front end's side of a served engine: starts the ranks, talks with them, notices which of its parts is lost.
+
+One thread does all of it. It runs ``FrontProtocol``, under ``lock``, which whoever adds or aborts requests takes too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import selectors
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from vllm import envs
+from vllm.logger import init_logger
+from vllm.v1.engine.channel import Channel, Waker, accept
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.launch import KILL_RANKS, Agent, Launch
+from vllm.v1.engine.messages import Alive, Failed, Hello, Outputs, Ready
+from vllm.v1.engine.protocol import Effects, FrontProtocol, Place, Silence
+
+logger = init_logger(__name__)
+
+_TICK_S = 1.0
+_END_S = 20.0
+# The kernel ends a dead agent's ranks before anybody can learn that the agent is dead.
+_CAUSE_S = 0.1
+
+
+class RankClient:
+    """The ranks of an engine, and how they stand.
+
+    ``on_effects`` gets, on this client's thread and under ``lock``, what becomes of requests, with the DP rank.
+    ``rank_stats``: of each DP rank what it told last; ``rank_waits``: rank → ranks that hold it up. ``dead``: why the
+    engine is lost, for good or until its ranks have been started again (``is_restarting``). ``ready``: what the first
+    rank said of itself.
+    """
+
+    def __init__(self, launch: Launch, tensor_parallel_size: int, on_effects: Callable[[Effects, int], None]) -> None:
+        self.launch, self.lock, self.on_effects = launch, threading.RLock(), on_effects
+        self.places = {
+            rank: Place(rank // tensor_parallel_size, rank % tensor_parallel_size == 0)
+            for rank in range(launch.num_ranks)
+        }
+        self.dead: str | None = None
+        self.is_restarting = self.has_ended = False
+        self.ready: Ready | None = None
+        self._attempt, self._waker = 0, Waker()
+        self._strangers: list[Channel] = []
+        self._changed = threading.Condition(self.lock)
+        self._begin()
+        self._thread = threading.Thread(target=self._run, name="vllm-engine-client", daemon=True)
+
+    def _begin(self) -> None:
+        """Wait for the ranks, all of them new."""
+        num_dp = 1 + max(place.dp_rank for place in self.places.values())
+        self.protocol = FrontProtocol(self.places, self.launch.silence_s, time.monotonic())
+        self.rank_stats: list[dict[str, float]] = [{} for _ in range(num_dp)]
+        self.rank_waits: dict[int, list[int]] = {}
+        self._channels: dict[int, Channel] = {}
+        self._ready: set[int] = set()
+
+    # --- for callers --------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Returns when all ranks are ready; raises ``EngineDeadError`` where they will not be."""
+        self._thread.start()
+        with self.lock:
+            while not self.is_running and self.dead is None:
+                self._changed.wait()
+            if self.dead is not None:
+                raise EngineDeadError(self.dead)
+
+    @property
+    def is_running(self) -> bool:
+        return self.dead is None and len(self._ready) == len(self.places) and not self.has_ended
+
+    def carry_out(self, effects: Effects) -> None:
+        """Send what ``effects`` say; call it under ``lock``."""
+        for rank, message in effects.sends:
+            if rank in self._channels:
+                self._channels[rank].send(message)
+        self._waker.wake()
+
+    def shutdown(self, timeout: float | None) -> None:
+        """Take no more requests, let those that run end for ``timeout`` seconds (None: as long as they take), and
+        return when all processes are gone."""
+        with self.lock:
+            if self.is_running:
+                self.carry_out(self.protocol.stop())
+            else:
+                self._lose("the engine was shut down while its ranks were starting")
+            self._changed.wait_for(lambda: not self.protocol.requests or self.has_ended, timeout)
+            if ids := list(self.protocol.requests):
+                effects = self.protocol.abort(ids)
+                effects.failed = dict.fromkeys(ids, ("the engine was shut down before the request ended", False))
+                self.carry_out(effects)
+                self.on_effects(effects, 0)
+        if self._thread.ident is not None:
+            self._thread.join(_END_S)
+        if self._thread.is_alive():
+            with self.lock:
+                self._lose(f"its ranks did not leave within {_END_S:g} s")
+            self._thread.join()
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        host = "127.0.0.1" if self.launch.nnodes == 1 else self.launch.master_addr
+        key = secrets.token_bytes(32)
+        with contextlib.ExitStack() as stack:
+            self._selector = stack.enter_context(selectors.DefaultSelector())
+            listener = stack.enter_context(socket.create_server((host, 0), backlog=len(self.places)))
+            front_end = {"host": host, "port": listener.getsockname()[1], "key": key.hex()}
+            self._agent = Agent(self.launch, {**front_end, "silence_s": self.launch.silence_s})
+            self._agent_silence: Silence | None = None
+            self._selector.register(listener, selectors.EVENT_READ, lambda: self._welcome(listener, key))
+            self._selector.register(self._waker, selectors.EVENT_READ, self._waker.clear)
+            self._selector.register(self._agent.socket, selectors.EVENT_READ, self._hear_agent)
+            try:
+                self._loop()
+            except Exception as error:
+                logger.exception("the engine's client failed")
+                with self.lock:
+                    self._lose(f"the engine's client failed: {error!r}")
+            finally:
+                self._end_agent()
+                with self.lock:
+                    self._drop_channels()
+                    self.has_ended = True
+                    self._changed.notify_all()
+
+    def _loop(self) -> None:
+        next_tick = time.monotonic()
+        while True:
+            now = time.monotonic()
+            with self.lock:
+                if now >= next_tick:
+                    next_tick = now + _TICK_S
+                    self._tick(now)
+                while self._strangers:
+                    channel = self._strangers.pop()
+                    self._selector.register(channel, selectors.EVENT_READ, lambda c=channel: self._hear(c, None))
+                self._write()
+                if (self.dead is not None and not self.is_restarting) or self.protocol.has_ended:
+                    return
+            for found, _ in self._selector.select(max(next_tick - time.monotonic(), 0.0)):
+                with self.lock:
+                    if found.fileobj in self._selector.get_map():
+                        found.data()
+
+    def _welcome(self, listener: socket.socket, key: bytes) -> None:
+        connected, _ = listener.accept()
+
+        def greet() -> None:
+            try:
+                channel = accept(connected, key)
+            except Exception as error:
+                logger.warning("refused a connection that does not have the engine's key: %r", error)
+                return
+            with self.lock:
+                self._strangers.append(channel)
+            self._waker.wake()
+
+        threading.Thread(target=greet, name="vllm-greeting", daemon=True).start()
+
+    def _tick(self, now: float) -> None:
+        self._agent.tell()
+        if self._agent_silence is not None and self._agent_silence.silent(now):
+            self._lose(f"the agent that started the ranks has given no sign of life for {self.launch.silence_s:g} s")
+        elif self.is_running:
+            self._take(self.protocol.tick(now))
+        else:
+            for channel in self._channels.values():
+                channel.send(Alive(), counted=False)
+
+    def _write(self) -> None:
+        for rank, channel in list(self._channels.items()):
+            try:
+                channel.write()
+            except OSError:
+                self._closed(rank)
+                continue
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.has_unsent else 0)
+            if self._selector.get_key(channel).events != wanted:
+                self._selector.modify(channel, wanted, self._selector.get_key(channel).data)
+
+    def _hear_agent(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            if self._agent.socket.recv(1 << 12):
+                self._agent_silence = self._agent_silence or Silence(["agent"], self.launch.silence_s, time.monotonic())
+                self._agent_silence.heard("agent", time.monotonic())
+            else:
+                self._selector.unregister(self._agent.socket)
+                self._lose(self._how_agent_ended() or "the agent that started the ranks has closed its channel")
+
+    def _how_agent_ended(self) -> str | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self._agent.process.wait(_CAUSE_S)
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+            return f"the agent that started the ranks {how}"
+        return None
+
+    def _hear(self, channel: Channel, rank: int | None) -> None:
+        try:
+            received = channel.read()
+        except (EOFError, OSError, msgspec.DecodeError) as error:
+            self._forget(channel)
+            if rank is not None:
+                self._closed(rank, "ended" if isinstance(error, EOFError | OSError) else f"said nonsense: {error}")
+            return
+        for number, message in received:
+            if rank is None:
+                rank = self._meet(channel, message)
+                if rank is None:
+                    return
+            elif isinstance(message, Ready):
+                self._note_ready(rank, message)
+            elif isinstance(message, Failed) and not number:
+                self._lose(f"rank {rank} failed: {message.reason}")
+                return
+            elif number:
+                if isinstance(message, Outputs) and message.stats is not None:
+                    self.rank_stats[self.places[rank].dp_rank] = message.stats
+                elif isinstance(message, Alive):
+                    self.rank_waits[rank] = message.waits_for
+                self._take(self.protocol.receive(rank, number, message, time.monotonic()), self.places[rank].dp_rank)
+
+    def _meet(self, channel: Channel, hello: Any) -> int | None:
+        known = isinstance(hello, Hello) and hello.rank in self.places and hello.attempt >= self._attempt
+        if known and hello.attempt > self._attempt and self.dead is not None:
+            self._drop_channels(keep=channel)
+            self._attempt, self.dead, self.is_restarting = hello.attempt, None, False
+            self._begin()
+        if not known or self.dead is not None or hello.rank in self._channels:
+            self._forget(channel)
+            return None
+        self._channels[hello.rank] = channel
+        self._selector.modify(channel, selectors.EVENT_READ, lambda: self._hear(channel, hello.rank))
+        return hello.rank
+
+    def _note_ready(self, rank: int, message: Ready) -> None:
+        self._ready.add(rank)
+        if rank == 0:
+            self.ready = message
+        self._changed.notify_all()
+
+    def _take(self, effects: Effects, dp_rank: int = 0) -> None:
+        if effects.lost is not None:
+            self._lost(effects)
+            return
+        self.carry_out(effects)
+        if effects.outputs or effects.failed:
+            self.on_effects(effects, dp_rank)
+            if not self.protocol.requests:
+                self._changed.notify_all()
+
+    def _closed(self, rank: int, how: str = "ended") -> None:
+        if rank in self.protocol.left or self.dead is not None:
+            self._forget(self._channels.pop(rank, None))
+        else:
+            self._lose(self._how_agent_ended() or f"rank {rank} {how} without a word")
+
+    def _lose(self, reason: str) -> None:
+        if self.dead is None:
+            self._lost(self.protocol.lose(reason))
+        elif self.is_restarting:
+            self.is_restarting, self.dead = False, f"{self.dead}; then {reason}"
+        self._waker.wake()
+
+    def _lost(self, effects: Effects) -> None:
+        """Every request in flight ends with the reason; the ranks end, and start again where they may."""
+        assert effects.lost is not None, "nothing was lost"
+        self.is_restarting = (
+            self._attempt < self.launch.max_restarts
+            and not self.protocol.stopping
+            and self._agent.process.poll() is None
+        )
+        again = "; its ranks are being started again, send the request anew" if self.is_restarting else ""
+        self.dead = f"the engine was lost: {effects.lost}{again}"
+        logger.error("%s", self.dead)
+        effects.failed = dict.fromkeys(effects.failed, (self.dead, False))
+        self._drop_channels()
+        if self.is_restarting:
+            self._agent.tell(KILL_RANKS)
+        self.on_effects(effects, 0)
+        self._changed.notify_all()
+
+    def _forget(self, channel: Channel | None) -> None:
+        if channel is not None:
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(channel)
+            channel.close()
+
+    def _drop_channels(self, keep: Channel | None = None) -> None:
+        for channel in self._channels.values():
+            if channel is not keep:
+                self._forget(channel)
+        self._channels = {}
+
+    def _end_agent(self) -> None:
+        """The agent ends by itself where the ranks left."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if self.dead is None:
+                self._agent.process.wait(_END_S / 2)
+        self._agent.kill()
+        self._agent.socket.close()
+
+
+def silence_timeout() -> float:
+    if not envs.VLLM_SILENCE_TIMEOUT_S >= 2.0:
+        raise ValueError(
+            f"VLLM_SILENCE_TIMEOUT_S={envs.VLLM_SILENCE_TIMEOUT_S:g}: a living process says so once a second; give 2 "
+            "or more"
+        )
+    return float(envs.VLLM_SILENCE_TIMEOUT_S)

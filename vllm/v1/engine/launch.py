@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts the ranks of one machine: torch's elastic agent as a process of its own, which ends with its front end.
+
+Nothing outlives the front end, however it ends: the kernel ends the agent with it, and each rank with its agent. Each
+also hears of the other once a second, since a process that is stopped is as lost as one that is dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+# The front end's address and key, for the ranks that it starts; others ask the ranks' store.
+FRONT_END = "_VLLM_FRONT_END"
+_AGENT = "_VLLM_AGENT"
+_ALIVE, KILL_RANKS = b"\0", b"k"
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How ranks are started.
+
+    Attributes:
+        engine_args: of ``EngineArgs``, as JSON holds them.
+        num_ranks: in all, the same number on each machine.
+        nnodes, node_rank: how many machines, and which of them this is; machine 0 has the front end.
+        master_addr, master_port: where the machines meet, on machine 0.
+        max_restarts: how often all ranks are started again after one was lost.
+        silence_s: who says nothing for so long is taken for dead.
+    """
+
+    engine_args: dict[str, Any]
+    num_ranks: int
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29501
+    max_restarts: int = 0
+    silence_s: float = 8.0
+
+    def __post_init__(self) -> None:
+        if self.nnodes < 1 or not 0 <= self.node_rank < self.nnodes:
+            raise ValueError(f"node_rank={self.node_rank} of nnodes={self.nnodes}: give 0 to nnodes - 1")
+        if self.num_ranks % self.nnodes:
+            raise ValueError(
+                f"{self.num_ranks} ranks (tensor_parallel_size x data_parallel_size) on nnodes={self.nnodes} machines: "
+                "each runs as many, so give a number of machines that divides them"
+            )
+        if self.max_restarts < 0:
+            raise ValueError(f"max_restarts={self.max_restarts}: give 0 or more")
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel end this process with the thread of ``parent`` that started it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def die_with_the_agent() -> None:
+    if _AGENT in os.environ:
+        die_with(int(os.environ[_AGENT]))
+
+
+class Agent:
+    """The front end's handle on its agent. Made by a thread that lives until the agent has ended."""
+
+    def __init__(self, launch: Launch, front_end: dict[str, Any]) -> None:
+        self.socket, remote = socket.socketpair()
+        self.socket.setblocking(False)
+        arguments = json.dumps({"launch": asdict(launch), "fd": remote.fileno(), "parent": os.getpid()})
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "vllm.v1.engine.launch", arguments],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[remote.fileno()],
+            start_new_session=True,  # an interrupt at the terminal is the front end's to answer
+            env={**os.environ, FRONT_END: json.dumps(front_end)},
+        )
+        remote.close()
+
+    def tell(self, what: bytes = _ALIVE) -> None:
+        with contextlib.suppress(OSError):
+            self.socket.send(what)
+
+    def kill(self) -> None:
+        """End it and, with it, its ranks; returns when it is gone."""
+        self.process.kill()
+        self.process.wait()
+
+
+def run_agent(launch: Launch) -> int:
+    """Run the ranks of this machine to their end; returns the exit code."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, launch_agent
+
+    os.environ[_AGENT] = str(os.getpid())
+    single = launch.nnodes == 1
+    config = LaunchConfig(
+        min_nodes=launch.nnodes,
+        max_nodes=launch.nnodes,
+        nproc_per_node=launch.num_ranks // launch.nnodes,
+        run_id="vllm",
+        role="rank",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0" if single else f"{launch.master_addr}:{launch.master_port}",
+        rdzv_configs={"timeout": 900} if single else {"timeout": 900, "is_host": str(launch.node_rank == 0)},
+        local_addr="127.0.0.1" if single else None,
+        max_restarts=launch.max_restarts,
+        monitor_interval=0.25,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # else it leaves a folder in /tmp
+    )
+    try:
+        launch_agent(config, sys.executable, ["-m", "vllm.v1.engine.rank", json.dumps(launch.engine_args)])
+    except (ChildFailedError, SignalException) as error:
+        if isinstance(error, SignalException):
+            return 128 + error.sigval
+        rank, failure = error.get_first_failure()
+        print(f"vllm: rank {rank} (process {failure.pid}) ended first, with code {failure.exitcode}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _follow(front: socket.socket, silence_s: float, parent: int) -> None:
+    """Say that the agent lives, and end it and all ranks once its front end does not."""
+    now = time.monotonic()
+    quiet_s = 0.0
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            front.send(_ALIVE)
+        readable, _, _ = select.select([front], [], [], 1.0)
+        before, now = now, time.monotonic()
+        quiet_s = 0.0 if readable else quiet_s + min(now - before, 2.0)  # this process, too, may have been stopped
+        said = front.recv(1 << 12) if readable else _ALIVE
+        if KILL_RANKS in said:
+            _kill_children()
+        if not said or quiet_s > silence_s:
+            why = "has ended" if not said else f"has given no sign of life for {silence_s:g} s"
+            os.write(2, f"vllm: the front end {why}: its ranks end\n".encode())
+            if said and os.getppid() == parent:
+                os.kill(parent, signal.SIGKILL)  # stopped: its clients would wait for ever
+            os._exit(1)
+
+
+def _kill_children() -> None:
+    """All ranks at once, those too that are stopped and would answer no other signal."""
+    for task in Path("/proc/self/task").iterdir():
+        for pid in (task / "children").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+
+
+def main(argv: list[str]) -> int:
+    given = json.loads(argv[0])
+    die_with(given["parent"])
+    launch = Launch(**given["launch"])
+    front = socket.socket(fileno=given["fd"])
+    threading.Thread(target=_follow, args=(front, launch.silence_s, given["parent"]), daemon=True).start()
+    return run_agent(launch)
+
+
+def leave(code: int) -> None:
+    """End without the interpreter's farewell, which takes seconds with all that was imported."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))
