@@ -29,7 +29,7 @@ LAYERS = [
     "vllm.model_executor.layers vllm.model_executor.utils",
     "vllm.model_executor.models",
     "vllm.model_executor.model_loader",
-    "vllm.v1.core vllm.v1.sample vllm.v1.debug",
+    "vllm.v1.core vllm.v1.sample vllm.v1.structured_output vllm.v1.debug",
     "vllm.v1.worker",
     "vllm.v1.executor",
     "vllm.engine.arg_utils",

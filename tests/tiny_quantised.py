@@ -214,6 +214,20 @@ FORMATS: dict[str, tuple[Callable[[Tensor], Written], dict[str, Any]]] = {
 }
 FORMAT_NAMES = tuple(FORMATS)
 
+
+def in_groups_of(patch: Any, group: int, block: tuple[int, int]) -> None:
+    """Other sizes than ``GROUP`` and ``BLOCK``, as kernels want them; ``patch``: pytest's ``MonkeyPatch``."""
+    for _, declared in FORMATS.values():
+        for sizes in (declared, *(g["weights"] for g in declared.get("config_groups", {}).values())):
+            for key, old, new in (("group_size", GROUP, group), *((k, list(BLOCK), list(block)) for k in _BLOCKS)):
+                if sizes.get(key) == old:
+                    patch.setitem(sizes, key, new)
+    patch.setitem(globals(), "GROUP", group)
+    patch.setitem(globals(), "BLOCK", block)
+
+
+_BLOCKS = ("weight_block_size", "block_structure")
+
 _folders = tempfile.TemporaryDirectory(prefix="vllm-quantised-")
 
 

@@ -37,8 +37,7 @@ vllm.distributed.weight_transfer.nccl_common: trainer_init
 vllm.distributed.weight_transfer.nccl_engine: NCCLTrainerSendWeightsArgs NCCLWeightTransferEngine
     NCCLWeightTransferInitInfo NCCLWeightTransferUpdateInfo
 vllm.distributed.weight_transfer.packed_tensor: packed_nccl_broadcast_producer
-vllm.engine.arg_utils: AsyncEngineArgs nullable_str
-vllm.engine.async_llm_engine: AsyncLLMEngine AsyncEngineDeadError
+vllm.engine.arg_utils: nullable_str
 vllm.engine.protocol: EngineClient StreamingInput
 vllm.entrypoints.api_server: build_app init_app run_server
 vllm.entrypoints.chat_utils: ChatCompletionMessageParam ConversationMessage apply_hf_chat_template parse_chat_messages
@@ -114,10 +113,8 @@ vllm.sampling_params: GuidedDecodingParams
 vllm.sequence: IntermediateTensors SequenceGroup SequenceStatus
 vllm.tool_parsers: ToolParser ToolParserManager
 vllm.utils.async_utils: make_async merge_async_iterators
-vllm.v1.engine.async_llm: AsyncLLM
-vllm.v1.engine.core: EngineCore EngineCoreProc
+vllm.v1.engine.core: EngineCoreProc
 vllm.v1.engine.core_client: EngineCoreClient SyncMPClient AsyncMPClient
-vllm.v1.engine.exceptions: EngineDeadError EngineGenerateError
 vllm.v1.engine.utils: CoreEngineProcManager
 vllm.v1.metrics.loggers: LoggingStatLogger PrometheusStatLogger StatLoggerBase
 vllm.v1.metrics.ray_wrappers: RayPrometheusStatLogger
@@ -139,7 +136,6 @@ def _parse(table: str) -> dict[str, list[str]]:
 NAMES = _parse(_TABLE)
 _PACKAGES = {module.rsplit(".", depth)[0] for module in NAMES for depth in range(module.count("."))}
 _REMEDIES = {
-    "Async": "use vllm.LLM, or step a vllm.LLMEngine yourself",
     "StructuredOutputsConfig": "outputs are held to grammars by llguidance, there is nothing to set; leave it out",
     "Guided": "use SamplingParams(structured_outputs=StructuredOutputsParams(...))",
     "LoRA": "merge the adapter into the checkpoint",

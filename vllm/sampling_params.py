@@ -255,7 +255,7 @@ class SamplingParams:
                 raise ValueError("allowed_token_ids=[] allows nothing; name at least one token or leave it out")
         if self.logit_bias is not None:
             self.logit_bias = _bias(self.logit_bias)
-        self.structured_outputs = _structured(self.structured_outputs)
+        self.structured_outputs = structured_params(self.structured_outputs)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is True:
@@ -275,7 +275,7 @@ class SamplingParams:
         elif self.temperature < _LOWEST_TEMPERATURE:
             logger.warning("temperature=%s is raised to %s, the lowest", self.temperature, _LOWEST_TEMPERATURE)
             self.temperature = _LOWEST_TEMPERATURE
-        self.top_k = max(self.top_k, 0)
+        self.top_k = min(max(self.top_k, 0), 2**31 - 1)  # more than any vocabulary: off
 
     def _check_numbers(self) -> None:
         _integer("n", self.n, f"from 1 to {_MAX_N}", lambda v: 1 <= v <= _MAX_N)
@@ -345,7 +345,8 @@ class SamplingParams:
         return f"SamplingParams({', '.join(f'{k}={v!r}' for k, v in shown.items() if v != defaults[k])})"
 
 
-def _structured(given: Any) -> StructuredOutputsParams | None:
+def structured_params(given: Any) -> StructuredOutputsParams | None:
+    """``given`` may be a dict of the fields; raises ``ValueError`` for one that is none of them."""
     if given is None or given == {} or isinstance(given, StructuredOutputsParams):
         return given or None
     if not isinstance(given, dict):

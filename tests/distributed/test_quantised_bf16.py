@@ -32,7 +32,6 @@ tiny.CHECKPOINTS["qwen3-moe-wide"] = (
     {**tiny.MOE, "norm_topk_prob": True, "hidden_size": 256, "moe_intermediate_size": 128, "head_dim": 64},
 )
 tiny.CHECKPOINTS["v3-128"] = ("DeepseekV3", {**tiny.CHECKPOINTS["v3"][1], "intermediate_size": 128})
-GROUP, BLOCK = 32, [32, 32]
 CASES = {
     "int4": "ct-int4:qwen3-moe-wide",
     "fp8 in blocks": "fp8-block:qwen3-moe-wide",
@@ -75,11 +74,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("quantised")
     made = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quantised, "GROUP", GROUP)
-        patch.setattr(quantised, "BLOCK", tuple(BLOCK))
-        patch.setitem(quantised.FORMATS["fp8-block"][1], "weight_block_size", BLOCK)
-        for declared in (quantised.GPTQ, quantised.INT4):
-            patch.setitem(declared, "group_size", GROUP)
+        quantised.in_groups_of(patch, 32, (32, 32))
         for number, (case, name) in enumerate(CASES.items()):
             format, _, model = name.rpartition(":")
             made[case] = str(root / str(number))

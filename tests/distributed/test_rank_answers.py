@@ -112,7 +112,7 @@ def shared_expert_rows() -> torch.Tensor:
     init_distributed_environment()
     initialize_model_parallel(1, 2, True)
     rank = rank_checks.own_rank()
-    moe = FusedMoE(Router(4, 2, True), 8, 8, torch.float32, "experts", lambda e: (f"{e}.g", f"{e}.u", f"{e}.d"), True)
+    moe = FusedMoE(Router(4, 2, True), 8, 8, torch.float32, "experts", True)
     for spec in moe.weight_specs():
         if spec.needed:
             spec.take(torch.zeros(spec.shape))

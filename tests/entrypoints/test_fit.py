@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_gguf
 import tiny_hybrids
 import tiny_models
 from transformers import Qwen3_5MoeConfig
@@ -44,6 +45,20 @@ def test_one_rank_is_what_an_engine_holds(name: str, monkeypatch: pytest.MonkeyP
     share = share_of(EngineArgs(model=folder, **given).create_engine_config(), 0)
     assert share.weights == weights
     assert step / 2 < share.step < step * 2
+
+
+@pytest.mark.parametrize("name", ["q4_k_m:mixtral", "q4_0:llama", "odd:mixtral"])
+def test_a_gguf_file_is_what_an_engine_holds(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VLLM_KERNELS", "reference")
+    file = tiny_gguf.checkpoint(name)
+    llm = LLM(file, dtype="bfloat16", kv_cache_memory_bytes=1 << 24, skip_tokenizer_init=True, max_model_len=256)
+    weights = sum(t.nbytes for t in held_tensors(llm.llm_engine.worker.runner.model))  # type: ignore[attr-defined]
+    llm.shutdown()
+    assert share_of(EngineArgs(model=file, dtype="bfloat16").create_engine_config(), 0).weights == weights
+    main(["doctor", "--fit", file, "--device-memory", "0.001"])
+    assert "--quantization" not in capsys.readouterr().out, "a remedy that a GGUF file refuses"
 
 
 def config_of_the_b60_case(folder: Path) -> Path:

@@ -164,11 +164,13 @@ def test_ends_of_every_kind_and_ranks_apart(clock: SimpleNamespace):
     params = SamplingParams(max_tokens=9, detokenize=False)
     for name in ("stop", "error", "late", "never"):
         processor.add_request(name, None, [1], params)
+        processor.accepted(name)
+    processor.add_request("refused", None, [1], params)
     clock.now += 2
     processor.process_outputs([EngineCoreOutput("stop", [5], finish_reason="stop", queued_seconds=0.5)], dp_rank=1)
     processor.process_outputs([EngineCoreOutput("error", [], finish_reason="error", stop_reason="NaN")], dp_rank=1)
     processor.process_outputs([EngineCoreOutput("late", [5])])
-    processor.abort_requests(["late", "never", "unknown"])
+    processor.abort_requests(["late", "never", "unknown", "refused"])
     assert processor.metrics is not None
     _, samples = scrape(processor.metrics, ranks=2)
     ends = {

@@ -55,10 +55,10 @@ def test_names_are_there_in_a_fresh_process():
 
 
 def test_what_scripts_do_with_absent_classes():
-    from vllm.engine.async_llm_engine import AsyncLLMEngine
     from vllm.logits_process import LogitsProcessor
     from vllm.outputs import PoolingRequestOutput
-    from vllm.sampling_params import StructuredOutputsParams
+    from vllm.sampling_params import GuidedDecodingParams
+    from vllm.v1.engine.core_client import AsyncMPClient
     from vllm.v1.engine.exceptions import EngineDeadError
 
     class Mine(LogitsProcessor, ABC):
@@ -67,14 +67,14 @@ def test_what_scripts_do_with_absent_classes():
 
     with pytest.raises(NotImplementedError, match=r"vllm\.logits_process\.LogitsProcessor"):
         Mine()
-    with pytest.raises(NotImplementedError, match=r"AsyncLLMEngine\.from_engine_args.*use vllm\.LLM"):
-        AsyncLLMEngine.from_engine_args(None)
-    with pytest.raises(NotImplementedError, match=r"StructuredOutputsParams.*grammar"):
-        StructuredOutputsParams(regex="a+")
+    with pytest.raises(NotImplementedError, match=r"AsyncMPClient\.make_client.*not used"):
+        AsyncMPClient.make_client(None)
+    with pytest.raises(NotImplementedError, match=r"GuidedDecodingParams.*StructuredOutputsParams"):
+        GuidedDecodingParams(regex="a+")
     assert not isinstance(3, PoolingRequestOutput)
     assert PoolingRequestOutput[int] is PoolingRequestOutput
     assert (PoolingRequestOutput | None) is not None
-    assert not hasattr(AsyncLLMEngine, "__torch_function__")
+    assert not hasattr(AsyncMPClient, "__torch_function__")
     with pytest.raises(ZeroDivisionError), contextlib.suppress(EngineDeadError):
         _ = 1 / 0
 

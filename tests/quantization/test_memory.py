@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gguf
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
@@ -63,3 +65,62 @@ def test_peak_is_at_most_one_file_above_the_weights(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
     peak = json.loads(done.stdout)
     assert 0.9 * sum(sizes) < peak <= sum(sizes) + max(sizes) + (40 << 20), (peak, sizes)
+
+
+GGUF_PEAK = """
+import gc, json, sys
+from pathlib import Path
+import torch
+from torch import nn
+from vllm.model_executor.layers import linear
+from vllm.model_executor.model_loader.gguf_loader import gguf_tensors, kept_quantised
+from vllm.model_executor.model_loader.weight_utils import freed_memory_goes_back, load_weights, match_specs
+from vllm.model_executor.parameter import collect_weight_specs
+
+def memory(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
+
+linear.get_tensor_model_parallel_world_size = lambda: 1
+linear.get_tensor_model_parallel_rank = lambda: 0
+file, K, INNER, LAYERS = Path(sys.argv[1]), *map(int, sys.argv[2:5])
+model = nn.ModuleList(
+    linear.MergedColumnParallelLinear(
+        K, [INNER] * 2, False, torch.bfloat16, [f"model.layers.{i}.mlp.{x}_proj" for x in ("gate", "up")])
+    for i in range(LAYERS))
+specs = collect_weight_specs(model)
+gguf_tensors(file)  # loads half of transformers
+gc.collect()
+Path("/proc/self/clear_refs").write_text("5")
+before = memory("VmRSS")
+with freed_memory_goes_back():
+    stored = kept_quantised(gguf_tensors(file), specs, torch.bfloat16)
+    load_weights(model, match_specs(specs, stored, (r"embed",), "test"), torch.bfloat16)
+assert all(layer.is_quantized for layer in model)
+print(json.dumps(memory("VmHWM") - before))
+"""
+
+
+def test_peak_of_a_gguf_file_is_its_size_and_one_layer(tmp_path):
+    """It has one file, so what may come on top is far less: a layer's matrices as read, copied and packed."""
+    for kind in ("Q4_0", "Q5_K"):
+        writer, file = gguf.GGUFWriter(tmp_path / f"{kind}.gguf", "llama"), tmp_path / f"{kind}.gguf"
+        for key in ("embedding_length", "feed_forward_length", "block_count", "context_length"):
+            writer.add_uint32(f"llama.{key}", 64)
+        writer.add_uint32("llama.attention.head_count", 1)
+        writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+        block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+        raw = np.zeros((INNER, K // block * block_bytes), np.uint8)
+        writer.add_tensor("token_embd.weight", raw[:1], raw_dtype=gguf.GGMLQuantizationType[kind])
+        for layer in range(LAYERS):
+            for name in ("gate", "up"):
+                writer.add_tensor(f"blk.{layer}.ffn_{name}.weight", raw, raw_dtype=gguf.GGMLQuantizationType[kind])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        size = file.stat().st_size
+        command = [sys.executable, "-c", GGUF_PEAK, str(file), *map(str, (K, INNER, LAYERS))]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+        peak = json.loads(done.stdout.splitlines()[-1])
+        assert 0.9 * size < peak <= size + 6 * raw.nbytes + (40 << 20), (kind, peak, size)

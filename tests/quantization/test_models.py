@@ -100,6 +100,28 @@ def test_a_quantised_head_and_embedding(tmp_path, monkeypatch):
     llm.shutdown()
 
 
+@pytest.mark.parametrize("head_too", [False, True], ids=["one", "both stored"])
+def test_a_tied_embedding_in_fp8_is_exact(tmp_path, monkeypatch, head_too):
+    """Also in bfloat16, where other products take the codes as int8: so the head's, and a stored head is found tied."""
+    monkeypatch.setattr(quantised, "FLOAT", quantised.re.compile("norm"))
+    quantised.write(quantised._source("llama"), tmp_path / "quantised", "fp8-tensor", twin=tmp_path / "float")
+    tensors = dict(quantised.stored(tmp_path / "quantised"))
+    if head_too:
+        of = [n for n in tensors if "embed_tokens" in n]
+        tensors |= {n.replace("model.embed_tokens", "lm_head"): tensors[n].clone() for n in of}
+        quantised.save_file(tensors, tmp_path / "quantised" / "model-0.safetensors")
+    llm = quantised.make_llm("", model=str(tmp_path / "quantised"), dtype="bfloat16")
+    model = llm.llm_engine.worker.get_model()
+    meant = dict(quantised.stored(tmp_path / "float"))["model.embed_tokens.weight"]
+    assert model.lm_head.packed is None
+    assert len(meant) >= 128, "few rows are exact whatever they are packed for"
+    assert torch.equal(model.model.embed_tokens(torch.arange(len(meant))), meant.bfloat16())
+    hidden = torch.randn(5, 64).bfloat16()
+    right = hidden.double() @ meant.double().T
+    assert (model.lm_head(hidden).double() - right).abs().max() <= 2**-8 * right.abs().max()
+    llm.shutdown()
+
+
 def test_dummy_weights_of_a_quantised_checkpoint():
     llm = quantised.make_llm("gptq:llama", load_format="dummy")
     assert all(m.is_quantized and m.packed.format == "int4" for m in layers(llm, LinearBase))

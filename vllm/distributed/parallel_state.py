@@ -455,13 +455,13 @@ def _make_group(
 ) -> GroupCoordinator:
     """All ranks make all groups of a kind in one order; the one that holds ``rank`` is returned."""
     assert _platform is not None
+    backend = backend or _platform.group_backend
     for index, ranks in enumerate(rank_lists):
         device_group = cpu_group = None
         if len(ranks) > 1:
-            device_group = dist.new_group(
-                ranks, timeout=collective_timeout(), backend=backend or _platform.group_backend
-            )
-            cpu_group = dist.new_group(ranks, timeout=collective_timeout(), backend="gloo")
+            device_group = cpu_group = dist.new_group(ranks, timeout=collective_timeout(), backend=backend)
+            if backend != "gloo":  # each Gloo group has a thread that looks around a hundred times a second
+                cpu_group = dist.new_group(ranks, timeout=collective_timeout(), backend="gloo")
         if rank in ranks:
             mine = (f"{kind}:{index}", ranks, device_group, cpu_group)
     name, ranks, device_group, cpu_group = mine

@@ -205,20 +205,49 @@ def _all_nothing(value: Any) -> bool:
 class EngineArgs:
     """The arguments of an engine, with upstream's names.
 
-    - ``model``: a Hugging Face folder, a GGUF file or a hub id; ``tokenizer``: the same, by default the model's.
+    - ``model``: a Hugging Face folder, a GGUF file or a hub id.
+    - ``served_model_name``: what clients call it; by default what ``model`` says.
+    - ``tokenizer``: folder or hub id of the tokenizer; by default the model's.
+    - ``skip_tokenizer_init``: have no tokenizer: prompts and outputs are token ids.
+    - ``tokenizer_mode``: ``auto``, or ``slow`` for transformers' own in Python.
+    - ``trust_remote_code``: run code that the model's folder brings.
+    - ``load_format``: ``auto``, or ``dummy`` for random weights.
     - ``dtype``: ``auto`` keeps fp16 and bf16 checkpoints and runs others in bf16; or float16, bfloat16, float32.
-    - ``max_model_len``: most tokens of one request, prompt and output; by default what the model's config allows, with
-      ``auto`` or −1 as much of that as the KV cache holds.
-    - Counts may be text: ``"32k"`` is 32,000, ``"32K"`` 32,768; so with m, g, t and M, G, T.
-    - ``max_num_seqs`` and ``max_num_batched_tokens``: most requests and tokens of one step.
     - ``kv_cache_dtype``: ``auto``, the model's dtype, or ``fp8``, e4m3 with the checkpoint's scales, without such 1.0.
-    - ``kv_cache_memory_bytes``, else ``gpu_memory_utilization`` (share of the device's memory), sizes the KV cache.
+    - ``seed``: of the random draws of requests without a seed of their own.
+    - ``max_model_len``: most tokens of one request, prompt and output; by default what the model's config allows, with
+      ``auto`` or −1 as much of that as the KV cache holds. Counts may be text: ``32k`` is 32,000, ``32K`` 32,768; so
+      with m, g, t and M, G, T.
+    - ``cudagraph_capture_sizes``: numbers of rows that steps are padded to.
+    - ``distributed_executor_backend``: ``external_launcher`` where several engines share a launcher.
+    - ``tensor_parallel_size``: ranks that share each layer.
+    - ``data_parallel_size``: groups of such ranks, each with requests of its own.
+    - ``enable_expert_parallel``: each rank holds whole experts, a share of them.
+    - ``eplb_config``: ``step_interval`` is the number of steps between two balancings of experts.
+    - ``enable_eplb``: move experts between ranks so that their loads are even.
+    - ``block_size``: tokens of a KV cache block.
+    - ``enable_prefix_caching``: reuse what was computed of prompts that begin alike; on where the model allows it.
+    - ``gpu_memory_utilization``: share of the device's memory that may be used.
+    - ``kv_cache_memory_bytes``: size of a rank's KV cache, in place of that share.
+    - ``max_num_batched_tokens``: most tokens of one step.
+    - ``max_num_seqs``: most requests of one step.
+    - ``max_logprobs``: most log-probabilities that a request may ask for at a position; −1 is no limit.
     - ``logprobs_mode``: ``raw_logprobs``, of the model's own logits; ``processed_logprobs``, of those that the sampler
       draws from (after bias, penalties, temperature and filters); ``raw_logits``, ``processed_logits``: these logits
       themselves. Those of prompt tokens are ``raw_logprobs`` always.
-    - ``generation_config``: ``auto`` (the model's sampling defaults), ``vllm`` (neutral ones) or a folder.
+    - ``disable_log_stats``: count and log nothing.
+    - ``revision``: branch, tag or commit of the model on the hub.
     - ``hf_overrides``: values for the model's config, or a function from config to config; ``rope_scaling`` and
       ``rope_theta``, arguments of older releases, are such values.
+    - ``tokenizer_revision``: branch, tag or commit of the tokenizer on the hub.
+    - ``quantization``: how the weights are quantised; by default what the checkpoint says.
+    - ``enforce_eager``: replay no captured steps.
+    - ``num_gpu_blocks_override``: number of KV cache blocks, whatever the memory.
+    - ``enable_chunked_prefill``: long prompts may take several steps; on by default.
+    - ``compilation_config``: ``cudagraph_mode`` and ``cudagraph_capture_sizes``.
+    - ``generation_config``: ``auto`` (the model's sampling defaults), ``vllm`` (neutral ones) or a folder.
+    - ``override_generation_config``: sampling defaults over those.
+    - ``async_scheduling``: not supported; false or nothing.
 
     Raises ``TypeError`` for unknown arguments, naming the nearest, and ``NotImplementedError`` for those of upstream's
     that this engine does not have.
@@ -423,24 +452,24 @@ class EngineArgs:
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """An option for each argument that a command line can carry; the model may also be a positional one."""
         group = parser.add_argument_group("engine")
-        hints = get_type_hints(cls)
+        hints, texts = get_type_hints(cls), help_texts(cls)
         for f in dataclasses.fields(cls):
             option = "--" + f.name.replace("_", "-")
             kinds = [kind for kind in (get_args(hints[f.name]) or (hints[f.name],)) if kind is not type(None)]
             default = argparse.SUPPRESS
             names = [option, *_SHORT.get(f.name, ())]
             if f.name == "model":
-                text = "Hugging Face folder, GGUF file or hub id"
-                group.add_argument("model_tag", nargs="?", default=None, metavar="MODEL", help=text)
+                group.add_argument("model_tag", nargs="?", default=None, metavar="MODEL", help=texts[f.name])
                 group.add_argument(option, default=None, help="the same")
-            elif bool in kinds:
-                group.add_argument(*names, action=argparse.BooleanOptionalAction, default=default)
+                continue
+            how: dict[str, Any] = {"type": json.loads, "metavar": "JSON"}
+            if bool in kinds:
+                how = {"action": argparse.BooleanOptionalAction}
             elif f.name in _COUNTS:
-                group.add_argument(*names, default=default, metavar="COUNT")
+                how = {"metavar": "COUNT"}
             elif (kinds[0] in (int, float, str) and len(kinds) == 1) or f.name == "dtype":
-                group.add_argument(*names, type=kinds[0], default=default, metavar=kinds[0].__name__)
-            else:
-                group.add_argument(*names, type=json.loads, default=default, metavar="JSON")
+                how = {"type": kinds[0], "metavar": kinds[0].__name__}
+            group.add_argument(*names, default=default, help=texts.get(f.name), **how)
         return parser
 
     @classmethod
@@ -452,6 +481,15 @@ class EngineArgs:
             raise ValueError(f"one model is required, {given_models} given: name it first, or with --model")
         given["model"] = models.pop()
         return cls(**{f.name: given[f.name] for f in dataclasses.fields(cls) if f.name in given})
+
+
+AsyncEngineArgs = EngineArgs
+
+
+def help_texts(cls: type) -> dict[str, str]:
+    """What the docstring says of each argument."""
+    found = re.findall(r"^ *- ``(\w+)``: (.*?)(?=^ *- |^ *$)", cls.__doc__ or "", re.DOTALL | re.MULTILINE)
+    return {name: " ".join(text.split()).replace("``", "").replace("%", "%%") for name, text in found}
 
 
 _COUNTS = ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "kv_cache_memory_bytes")

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from vllm.config import ModelConfig, VllmConfig
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
+from vllm.v1.metrics.engine_metrics import EngineMetrics
 
 
 class EngineClient(Protocol):
@@ -22,6 +23,24 @@ class EngineClient(Protocol):
     model_config: ModelConfig
     tokenizer: Any
     generation_config: Mapping[str, Any]
+
+    @property
+    def metrics(self) -> EngineMetrics | None:
+        """None where nothing is counted."""
+
+    @property
+    def rank_stats(self) -> list[dict[str, float]]:
+        """What each DP rank told last of itself; see ``vllm.v1.metrics.stats.rank_stats``."""
+
+    @property
+    def rank_waits(self) -> dict[int, list[int]]:
+        """Rank → the ranks that hold it up."""
+
+    @property
+    def errored(self) -> bool: ...
+
+    @property
+    def dead_error(self) -> BaseException | None: ...
 
     def generate(
         self,

@@ -109,8 +109,8 @@ def embedding(
 
 
 def quantized_embedding(ids_T: Tensor, weight: QuantizedWeight, vocab_range: tuple[int, int] | None = None) -> Tensor:
-    """``embedding`` with a weight as ``pack_quantized_weight`` gives it: rows of what it means, rounded once to its
-    dtype."""
+    """``embedding`` with a weight as ``pack_quantized_weight`` gives it for ``exact``: rows of what it means, rounded
+    once to its dtype."""
     return _run_packed("quantized_embedding", weight, ids_T, weight, vocab_range)
 
 
@@ -292,12 +292,13 @@ def unpack_linear_weight(packed: PackedWeight) -> Tensor:
     return _reader(packed).unpack_linear_weight(packed)
 
 
-def pack_quantized_weight(weight: QuantizedWeight) -> QuantizedWeight:
+def pack_quantized_weight(weight: QuantizedWeight, exact: bool = False) -> QuantizedWeight:
     """A plain weight, [N, K] or of experts [E, N, K], as the implementation that multiplies with it reads it; the
-    original may be freed afterwards. The same object where that implementation reads plain ones."""
+    original may be freed afterwards. The same object where that implementation reads plain ones. ``exact``: its rows
+    are wanted too, by ``embedding``, so its codes become no others, even where products would be faster."""
     operator = "quantized_linear" if weight.codes.dim() == 2 else "quantized_experts"
     own = _own("pack_quantized_weight", operator, weight.codes.device.type, quantized)
-    return own(weight)
+    return own(weight, exact)
 
 
 def empty_experts(E: int, N: int, K: int, dtype: torch.dtype, gated: bool = False) -> PackedExperts:

@@ -278,7 +278,7 @@ def grids(x_TK: Tensor, to: str) -> tuple[Tensor, Tensor]:
     return on_grid, scale
 
 
-def pack_quantized_weight(weight: QuantizedWeight) -> QuantizedWeight:
+def pack_quantized_weight(weight: QuantizedWeight, exact: bool = False) -> QuantizedWeight:
     return weight
 
 

@@ -448,7 +448,7 @@ _INT4_GROUPS = (32, 64, 128, 256)  # those that the grouped kernel was compiled 
 _trials: dict[tuple[object, ...], bool] = {}
 
 
-def pack_quantized_weight(weight: QuantizedWeight) -> QuantizedWeight:
+def pack_quantized_weight(weight: QuantizedWeight, exact: bool = False) -> QuantizedWeight:
     """As the kernels read it, its kind "xpu"; the same object where they have nothing for it, or where what they have
     fails with the first weight of its form: other kernels read plain ones. It waits for the device."""
     if weight.kind != "plain" or weight.dtype not in _HALF:

@@ -6,9 +6,12 @@ from __future__ import annotations
 import enum
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from vllm.sampling_params import SamplingParams
-from vllm.v1.structured_output import Matcher
+
+if TYPE_CHECKING:
+    from vllm.v1.structured_output import Matcher
 
 
 class RequestStatus(enum.IntEnum):

@@ -12,9 +12,13 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
+
 from vllm import LLMEngine, RequestOutput, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.messages import Add, params_on_the_wire
+from vllm.v1.metrics.stats import rank_stats
 
 
 class InlineEngine:
@@ -30,6 +34,8 @@ class InlineEngine:
         self.model_config = self._engine.model_config
         self.tokenizer = self._engine.tokenizer
         self.generation_config = self._engine.generation_config
+        self.metrics = self._engine.output_processor.metrics
+        self.rank_waits: dict[int, list[int]] = {}
         self.aborted: list[str] = []
         self.dead_error: EngineDeadError | None = None
         self._queues: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Any]]] = {}
@@ -99,25 +105,7 @@ class InlineEngine:
 
     @property
     def rank_stats(self) -> list[dict[str, float]]:
-        scheduler, stats = self._engine.scheduler, self._engine.stats
-        pool = scheduler.kv_cache_manager.pool
-        return [
-            {
-                "running": len(scheduler.running),
-                "waiting": len(scheduler.waiting),
-                "kv_usage": 1 - pool.num_free / max(pool.num_blocks - 1, 1),
-                "prefix_queries": 0,
-                "prefix_hits": 0,
-                "preemptions": 0,
-                "prompt_tokens": stats.tokens - stats.output_tokens,
-                "generation_tokens": stats.output_tokens,
-                "steps": stats.steps,
-                "dummy_steps": 0,
-                "real_rows": stats.tokens,
-                "padded_rows": stats.tokens,
-                "wait_seconds": 0.0,
-            }
-        ]
+        return [rank_stats(self._engine)]
 
     def stats(self) -> list[dict[str, float]]:
         return self.rank_stats
@@ -184,6 +172,9 @@ class InlineEngine:
             self._give(request_id, self.dead_error)
             return
         try:
+            # What is given can also travel to a rank of another process.
+            checked = self._engine.input_processor.process_inputs(prompt, params)
+            msgspec.msgpack.encode(Add(request_id, checked.prompt_token_ids, params_on_the_wire(checked.params)))
             self._engine.add_request(request_id, prompt, params)
         except Exception as error:
             self._give(request_id, error)

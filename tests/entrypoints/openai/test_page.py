@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import threading
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,8 +13,8 @@ from typing import Any
 
 import browser
 import httpx
+import live
 import pytest
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client.parser import text_string_to_metric_families
@@ -127,15 +125,8 @@ def make_app(ranks: Ranks, asked: list[tuple[dict[str, str], dict[str, Any]]]) -
 @pytest.fixture
 def served() -> Iterator[tuple[Ranks, list[Any], str]]:
     ranks, asked = Ranks(), list[Any]()
-    listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(make_app(ranks, asked), log_level="warning", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
-    thread.start()
-    yield ranks, asked, f"http://127.0.0.1:{listener.getsockname()[1]}/"
-    server.should_exit = True
-    thread.join()
-    listener.close()
+    with live.serving(make_app(ranks, asked)) as url:
+        yield ranks, asked, url + "/"
 
 
 def test_paths(served: tuple[Ranks, list[Any], str]):
@@ -146,7 +137,6 @@ def test_paths(served: tuple[Ranks, list[Any], str]):
         assert page.headers["content-type"] == "text/html; charset=utf-8"
         assert page.headers["content-security-policy"] == content_security_policy(page.text)
         assert page.headers["x-content-type-options"] == "nosniff"
-        assert client.get("/load").json() == {"server_load": 4}
         told = client.get("/ranks").json()
         assert [rank["step"] for rank in told["ranks"]] == [9, 9]
         metrics = client.get("/metrics")
@@ -184,7 +174,7 @@ def test_in_a_browser(served: tuple[Ranks, list[Any], str], tmp_path: Path):
         assert "dummy" in second
         assert "40%" in second
         assert page.evaluate("document.getElementById('model').textContent") == "a/model<b>"
-        assert page.evaluate("document.querySelectorAll('b').length") == 3, "the name became markup"
+        assert page.evaluate("document.querySelectorAll('b').length") == 4, "the name became markup"
         ranks.rank_stats[0] = {**busy, "generation_tokens": 500, "step": 1841}
         ranks.rank_waits = {0: [2], 1: [2, 3]}
         page.until("document.body.innerText.includes('for rank 2, rank 3')")

@@ -384,8 +384,8 @@ for case in (
         assert kernel.metadata.shared <= shared, (case, name)
         if name == "_attend" and case[0] is not torch.float32:
             assert "mma" in kernel.asm["ptx"], (case, name)
-            copies = launch.options["num_stages"] == 1 or case[-1] is FP8 or "cp.async.cg" in kernel.asm["ptx"]
-            assert copies, (case, name)
+            copies = "cp.async.cg" in kernel.asm["ptx"]
+            assert launch.options["num_stages"] == 1 or case[-1] is FP8 or copies, (case, name)
 """
 
 

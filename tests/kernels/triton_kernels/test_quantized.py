@@ -118,7 +118,7 @@ def test_every_code(card: bool) -> None:
     """But NaN, where the card's own type decodes: the interpreter takes it for 480."""
     codes = torch.arange(256, dtype=torch.uint8)[None]
     for name in FORMATS:
-        if name in family.KNOWN:
+        if name in family.KNOWN and FORMATS[name].scaled:
             K = 256 * FORMATS[name].columns
             weight = QuantizedWeight(name, 1, K, K, FP32, codes, torch.ones(1, 1))
             got = family.quantized_embedding(torch.tensor([0]), weight)
@@ -350,7 +350,7 @@ def test_what_the_kernels_refuse() -> None:
     x = randn(2, 32).to(BF16)
     out = torch.full((2, 8), 7.0, dtype=BF16)
     for bad, told in (
-        (dataclasses.replace(good, format="q4_k"), "plain q4_k"),
+        (dataclasses.replace(good, format="q3_k"), "plain q3_k"),
         (dataclasses.replace(good, kind="xpu"), "xpu int4"),
         (dataclasses.replace(good, group_size=8), "groups of 8 columns"),
         (dataclasses.replace(good, scales=good.scales.double()), "float64"),
@@ -414,7 +414,10 @@ BF16 = torch.bfloat16
 def weight(format, *shape, group, zeros=False, dtype=BF16, **fields):
     *some, K = shape
     new = lambda last, dtype: torch.empty(*some, last, dtype=dtype, device="meta")
-    codes = new(-(-K // FORMATS[format].columns), torch.uint8)
+    packed = FORMATS[format]
+    codes = new(-(-K // packed.columns) * packed.bytes, torch.uint8)
+    if not packed.scaled:
+        return QuantizedWeight(format, shape[-2], K, packed.columns, dtype, codes, **fields)
     of_zeros = new(-(-K // group), torch.uint8) if zeros else None
     return QuantizedWeight(format, shape[-2], K, group, dtype, codes, new(-(-K // group), dtype), of_zeros, **fields)
 
@@ -438,6 +441,8 @@ cases = [
     (linear, 64, "int4", 16, dict(activations="int8")), (linear, 8, "int8", 128, dict(dtype=torch.float32)),
     (linear, 2048, "int8", 128, dict(activations="fp8", dtype=torch.float16)),
     (grouped, 8, "int4", 128, dict(zeros=True)), (grouped, 2048, "int4", 128, {}), (grouped, 2048, "mxfp4", 32, {}),
+    *((linear, T, format, 0, {}) for T in (1, 60, 2048) for format in ("q5_1", "q5_k", "q6_k")),
+    (grouped, 8, "q4_k", 0, {}), (grouped, 2048, "q6_k", 0, {}), (linear, 8, "q5_0", 0, dict(dtype=torch.float32)),
     (grouped, 300, "fp8", 128, dict(activations="fp8")), (grouped, 2048, "int8", 32, dict(activations="int8")),
 ]
 for kind, T, format, group, fields in cases:
@@ -464,9 +469,10 @@ for kind, T, format, group, fields in cases:
             assert "mma" in ptx, told
             kinds = launch.arguments["PRODUCT"]
             assert {"int8": ".s8" in ptx, "fp8": "e4m3" in ptx, "values": True}[kinds], told
-w = weight("fp8", 4096, 2048, group=128)
-(launch,) = compiling.launches(quantized, lambda: quantized.quantized_embedding(new(9, dtype=torch.int64), w))
-compiling.compile_launch(launch, capability)
+for format in ("fp8", "q4_1", "q5_k", "q6_k"):
+    w = weight(format, 4096, 2048, group=128)
+    (launch,) = compiling.launches(quantized, lambda: quantized.quantized_embedding(new(9, dtype=torch.int64), w))
+    compiling.compile_launch(launch, capability)
 """
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 import rank_checks
 import tiny_hybrids as hybrids
 import tiny_models as tiny
+import tiny_quantised as quantised_models
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -111,6 +113,25 @@ def test_nothing_new_is_launched_in_service(name: str, launched: set[tuple[Any, 
     llm.shutdown()
     kernels = {key[0] for key in warm}
     assert {"_attend", "_merge", "_norm_kernel", "_write_kernel", "_rotary_kernel"} <= kernels
+    assert launched - warm == set()
+
+
+@pytest.mark.parametrize("format", ["gptq-order", "fp8-block"])
+def test_nothing_new_is_launched_where_weights_are_quantised(
+    format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launched: set[tuple[Any, ...]]
+) -> None:
+    """Linear layers and experts, in groups that the kernels take."""
+    quantised_models.in_groups_of(monkeypatch, 32, (32, 32))
+    quantised_models.write(Path(tiny.checkpoint("mixtral-16")), tmp_path / format, format)
+    llm = quantised_models.make_llm(
+        "", model=str(tmp_path / format), dtype="bfloat16", **SIZES, num_gpu_blocks_override=400
+    )
+    warm = set(launched)
+    serve(llm, (*LOADS[:5], [20]))
+    llm.shutdown()
+    products = [dict(key[1:]) for key in warm if key[0] == "_product"]
+    assert {product["GROUPED"] for product in products} == {False, True}
+    assert {product["FORMAT"] for product in products} == {"fp8" if format == "fp8-block" else "int4"}
     assert launched - warm == set()
 
 

@@ -24,6 +24,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.weight_update import held_tensors
 from vllm.model_executor.model_loader.weight_utils import StoredTensor, load_weights, match_specs
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.model_executor.parameter import WeightSpec
 from vllm.utils.argparse_utils import Parser
 from vllm.v1.core.kv_cache_utils import cdiv, sizes
 from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -70,6 +71,8 @@ def share_of(vllm_config: VllmConfig, rank: int) -> Share:
         model: Any = model_cls(vllm_config=vllm_config, prefix="")
         specs = model.weight_specs()
         stored = [_shape_only(spec.name, tuple(spec.shape)) for spec in specs if not spec.optional]
+        if Path(vllm_config.model_config.model).is_file():
+            stored = _of_gguf(Path(vllm_config.model_config.model), model, specs, vllm_config.model_config.dtype)
         if (quantization := vllm_config.model_config.quant_config) is not None:
             stored = [_codes_only(tensor) for tensor in quantization.quantised_in_place(stored, specs)]
         load_weights(model, match_specs(specs, stored, (), "the config"), vllm_config.model_config.dtype)
@@ -96,8 +99,18 @@ def _shape_only(name: str, shape: tuple[int, ...]) -> StoredTensor:
     return StoredTensor(name, shape, lambda dtype: torch.empty(shape, dtype=dtype, device="meta"))
 
 
+def _of_gguf(path: Path, model: Any, specs: list[WeightSpec], dtype: torch.dtype) -> list[StoredTensor]:
+    from vllm.model_executor.model_loader.gguf_loader import gguf_tensors, kept_quantised
+
+    rename = getattr(model, "checkpoint_name", lambda name: name)
+    found = [dataclasses.replace(tensor, name=rename(tensor.name)) for tensor in gguf_tensors(path)]
+    wanted = {spec.name for spec in specs}
+    shapes = [dataclasses.replace(t, read=_shape_only(t.name, t.shape).read) for t in found if t.name in wanted]
+    return [_codes_only(tensor) for tensor in kept_quantised(shapes, specs, dtype)]
+
+
 def _codes_only(tensor: StoredTensor) -> StoredTensor:
-    """The same with a quantised matrix whose codes are shapes, and float32 scales."""
+    """The same with a quantised matrix whose codes are shapes, and float32 scales, float16 ones of a GGUF file."""
     if tensor.codes is None:
         return tensor
     held, (N, K) = tensor.codes, tensor.shape
@@ -106,7 +119,8 @@ def _codes_only(tensor: StoredTensor) -> StoredTensor:
     def read(dtype: torch.dtype, rows: slice | torch.Tensor | None) -> QuantizedWeight:
         n = N if rows is None else len(rows) if isinstance(rows, torch.Tensor) else len(range(*rows.indices(N)))
         codes = torch.empty(n, cdiv(K, unit.columns) * unit.bytes, dtype=torch.uint8, device="meta")
-        scales = torch.empty(n, groups, dtype=torch.float32, device="meta") if unit.scaled else None
+        kind = torch.float16 if tensor.stored_as else torch.float32
+        scales = torch.empty(n, groups, dtype=kind, device="meta") if unit.scaled else None
         return QuantizedWeight(held.format, n, K, held.group_size, dtype, codes, scales)
 
     return dataclasses.replace(tensor, codes=dataclasses.replace(held, read=read))
@@ -174,7 +188,7 @@ def _remedies(vllm_config: VllmConfig, fullest: Share) -> list[str]:
     found: list[tuple[int, str]] = []
     if vllm_config.model_config.dtype.itemsize > 2:
         found.append((fullest.weights // 2, "--dtype bfloat16 halves weights and cache"))
-    if vllm_config.model_config.quant_config is None:
+    if vllm_config.model_config.quant_config is None and not Path(vllm_config.model_config.model).is_file():
         found.append(
             (fullest.weights // 2, "8-bit weights take half as much, 4-bit ones a quarter: --quantization fp8")
         )
@@ -203,7 +217,7 @@ def _remedies(vllm_config: VllmConfig, fullest: Share) -> list[str]:
 
 def _arguments() -> argparse.ArgumentParser:
     parser = Parser("vllm doctor", "Say what each rank of a layout would hold of a model, and whether it fits.")
-    parser.add_argument("--fit", required=True, metavar="MODEL", help="a folder, or only its config.json")
+    parser.add_argument("--fit", required=True, metavar="MODEL", help="a folder, its config.json, or a GGUF file")
     parser.add_argument("--tp", "-tp", "--tensor-parallel-size", type=int, default=1, metavar="N")
     parser.add_argument("--dp", "-dp", "--data-parallel-size", type=int, default=1, metavar="N")
     parser.add_argument("--ep", "-ep", "--enable-expert-parallel", action="store_true")

@@ -10,6 +10,12 @@ from typing import NoReturn
 from vllm.utils.suggestions import nearest
 
 
+def _serve(argv: Sequence[str]) -> int:
+    from vllm.entrypoints.cli.serve import main
+
+    return main(argv)
+
+
 def _throughput(argv: Sequence[str]) -> int:
     from vllm.entrypoints.cli.benchmark import throughput
 
@@ -20,6 +26,24 @@ def _latency(argv: Sequence[str]) -> int:
     from vllm.entrypoints.cli.benchmark import latency
 
     return latency(argv)
+
+
+def _bench_serve(argv: Sequence[str]) -> int:
+    from vllm.benchmarks.serve import main
+
+    return main(argv)
+
+
+def _chat(argv: Sequence[str]) -> int:
+    from vllm.entrypoints.cli.talk import chat
+
+    return chat(argv)
+
+
+def _complete(argv: Sequence[str]) -> int:
+    from vllm.entrypoints.cli.talk import complete
+
+    return complete(argv)
 
 
 def _collect_env(argv: Sequence[str]) -> int:
@@ -44,6 +68,10 @@ def _doctor(argv: Sequence[str]) -> int:
 
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "serve": (_serve, "an OpenAI server in front of all ranks, on one machine or several"),
+    "chat": (_chat, "talk to a model that is served, in this terminal"),
+    "complete": (_complete, "let a model that is served continue texts"),
+    "bench serve": (_bench_serve, "latencies and tokens per second of a running server"),
     "bench throughput": (_throughput, "tokens per second of many requests at once"),
     "bench latency": (_latency, "time of one batch from prompt to last token"),
     "collect-env": (_collect_env, "what a bug report needs to know of this machine"),

@@ -36,6 +36,8 @@ from vllm.entrypoints.openai.protocol import (
 from vllm.entrypoints.openai.serving import Job, Serving, clean_id, with_errors
 from vllm.entrypoints.openai.serving_chat import ServingChat
 from vllm.entrypoints.openai.serving_completion import ServingCompletion
+from vllm.entrypoints.openai.serving_responses import ResponsesRequest, ServingResponses
+from vllm.entrypoints.openai.watch import watch_router
 from vllm.inputs import check_text
 from vllm.logger import init_logger
 
@@ -45,7 +47,7 @@ _T = TypeVar("_T")
 _Body = TypeVar("_Body", bound=BaseModel)
 
 # Probes and scrapers have no key, and learn nothing of anyone's text.
-OPEN_PATHS = {"/health", "/ping", "/version", "/metrics"}
+OPEN_PATHS = {"/health", "/ping", "/version", "/metrics", "/", "/ranks"}
 
 
 class ClientLeft(Exception):
@@ -201,6 +203,16 @@ def build_app(engine: EngineClient, args: FrontendArgs) -> FastAPI:
     async def chat_completions(raw: Request) -> Response:
         return await complete(raw, await read_body(raw, ChatCompletionRequest), chat)
 
+    responses = ServingResponses(chat)
+
+    @app.post("/v1/responses")
+    async def create_response(raw: Request) -> Response:
+        request = await read_body(raw, ResponsesRequest)
+        job = await responses.make_job(raw, request)
+        if request.stream:
+            return EventStream(responses.chunks(request, job))
+        return JSONResponse(await until_left(raw.receive, responses.answer(request, job)))
+
     def card(name: str) -> dict[str, Any]:
         return {
             "id": name,
@@ -240,6 +252,7 @@ def build_app(engine: EngineClient, args: FrontendArgs) -> FastAPI:
         return JSONResponse({"server_load": app.state.server_load - 1})  # without this request
 
     _add_tokenize(app, serving)
+    app.include_router(watch_router(engine, serving.model_names[0]))
 
     async def show(raw: Request, error: Exception) -> Response:
         return as_api_error(error).response()

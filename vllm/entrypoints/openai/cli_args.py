@@ -9,6 +9,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_type_hints
 
+from vllm.entrypoints.openai.parsers import REASONING, TOOL_PARSERS
+
 _HELP = {
     "host": "address to listen on; by default all of this machine's",
     "port": "port to listen on",
@@ -22,6 +24,9 @@ _HELP = {
     "trust_request_chat_template": "clients may send a chat template of their own",
     "default_chat_template_kwargs": "JSON of variables for the chat template",
     "response_role": "role of the answers",
+    "enable_auto_tool_choice": "the model may call tools where the client lets it choose",
+    "tool_call_parser": f"how the model writes calls of tools: {', '.join(TOOL_PARSERS)}",
+    "reasoning_parser": f"how the model marks its thoughts: {', '.join(REASONING)}",
     "return_tokens_as_token_ids": "tokens of log-probabilities are written token_id:N",
     "max_request_body_size": "most bytes of a request's body",
     "max_sequences_per_request": "most completions of one request, its prompts times n",
@@ -54,6 +59,9 @@ class FrontendArgs:
     trust_request_chat_template: bool = False
     default_chat_template_kwargs: dict[str, Any] | None = None
     response_role: str = "assistant"
+    enable_auto_tool_choice: bool = False
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     return_tokens_as_token_ids: bool = False
     max_request_body_size: int = 16 * 2**20
     max_sequences_per_request: int = 1024
@@ -67,6 +75,13 @@ class FrontendArgs:
     disable_uvicorn_access_log: bool = False
     h11_max_incomplete_event_size: int = 2**16
     timeout_keep_alive: int = 5
+
+    def __post_init__(self) -> None:
+        for name, known in (("tool_call_parser", TOOL_PARSERS), ("reasoning_parser", REASONING)):
+            if getattr(self, name) not in (None, *known):
+                raise ValueError(f"{name}={getattr(self, name)!r}; give one of {', '.join(known)}")
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise ValueError(f"enable_auto_tool_choice needs tool_call_parser, one of {', '.join(TOOL_PARSERS)}")
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from vllm.logger import init_logger
-from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 logger = init_logger(__name__)
 
@@ -59,15 +59,21 @@ def as_api_error(error: BaseException) -> APIError:
         words = {404: "there is no such path", 405: "the path does not take this method"}
         return APIError(error.status_code, words.get(error.status_code, str(error.detail)))
     if isinstance(error, ValidationError):
-        first = error.errors(include_url=False, include_context=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        given = "" if first["type"] in ("missing", "json_invalid") else f"; given: {repr(first['input'])[:200]}"
-        return APIError(400, f"{where + ': ' if where else ''}{first['msg']}{given}", where or None)
-    if isinstance(error, EngineDeadError):
-        return APIError(503, f"the engine is lost: {error}")
+        errors = error.errors(include_url=False, include_context=False)
+        field = errors[0]["loc"][:1]
+        # Of a field that may have several forms: what is wrong with the one that comes nearest.
+        nearest = max(
+            (one for one in errors if one["loc"][:1] == field),
+            key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")),
+        )
+        given = "" if nearest["type"] in ("missing", "json_invalid") else f"; given: {repr(nearest['input'])[:200]}"
+        name = str(field[0]) if field else None
+        return APIError(400, f"{name + ': ' if name else ''}{nearest['msg']}{given}", name)
+    if isinstance(error, EngineDeadError | EngineGenerateError):
+        return APIError(503, f"the engine gives no answer: {error}")
     if isinstance(error, NotImplementedError):
         return APIError(501, str(error), _named(str(error)))
-    if isinstance(error, ValueError):
+    if isinstance(error, ValueError | OverflowError):
         return APIError(400, str(error), _named(str(error)))
     logger.error("a request failed", exc_info=error)
     return APIError(500, f"internal error: {type(error).__name__}; the server's log has more")

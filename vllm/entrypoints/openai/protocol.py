@@ -41,9 +41,8 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         """best_of use_beam_search early_stopping suffix prompt_embeds mm_processor_kwargs media_io_kwargs
         logits_processors kv_transfer_params cache_salt vllm_xargs thinking_token_budget logprob_token_ids
-        prompt_logprob_token_ids audio functions function_call web_search_options prediction guided_json guided_regex
-        guided_choice guided_grammar guided_decoding_backend lora_request ec_transfer_params
-        return_routed_experts""".split(),  # noqa: SIM905
+        prompt_logprob_token_ids audio functions function_call web_search_options prediction guided_decoding_backend
+        lora_request ec_transfer_params return_routed_experts""".split(),  # noqa: SIM905
         _NOTHING,
     ),
 }
@@ -109,6 +108,13 @@ class Sampling(Body):
     return_token_ids: bool | None = None
     request_id: str | None = None
     data_parallel_rank: int | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Strings | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
 
     _direct: ClassVar[tuple[str, ...]] = (
         "n",
@@ -191,8 +197,6 @@ class ChatCompletionRequest(Sampling, ChatTemplateFields):
     top_logprobs: int | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = True
 

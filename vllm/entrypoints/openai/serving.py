@@ -242,7 +242,9 @@ def check_finish(output: RequestOutput) -> None:
     """Raise where the engine ended a completion because something was wrong with it."""
     for completion in output.outputs:
         if completion.finish_reason == "error":
-            raise APIError(500, f"the engine ended the request: {completion.stop_reason}")
+            reason = str(completion.stop_reason)
+            status = 400 if reason.startswith("no token can be drawn") else 500
+            raise APIError(status, f"the engine ended the request: {reason}")
 
 
 def clean_id(text: str | None) -> str | None:

@@ -9,30 +9,11 @@ from typing import Any
 
 from starlette.requests import Request
 
-from vllm.entrypoints.openai.errors import APIError
+from vllm.entrypoints.openai.chat_answer import ChatAnswer, Plan
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest
-from vllm.entrypoints.openai.serving import Job, Serving, Usage, choice_end, finite, prompt_logprobs_json
+from vllm.entrypoints.openai.serving import Job, Serving, Usage, finite, prompt_logprobs_json
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput
-
-
-class ChatAnswer:
-    """From the text of one choice to its message: here it is the content."""
-
-    def __init__(self, request: ChatCompletionRequest) -> None:
-        self.request = request
-
-    def delta(self, completion: CompletionOutput) -> dict[str, Any]:
-        """What a further piece adds to the message; empty where nothing can be said yet."""
-        return {"content": completion.text} if completion.text else {}
-
-    def message(self, completion: CompletionOutput) -> dict[str, Any]:
-        """The whole message, without its role."""
-        return {"content": completion.text}
-
-    def end(self, completion: CompletionOutput) -> dict[str, Any]:
-        """``finish_reason`` and ``stop_reason``, after the last ``delta`` or ``message``."""
-        return choice_end(completion)
 
 
 class ServingChat:
@@ -42,7 +23,7 @@ class ServingChat:
     async def make_job(self, raw: Request, request: ChatCompletionRequest) -> Job:
         serving = self.serving
         serving.check_model(request.model)
-        self._refuse(request)
+        plan = Plan(request, serving.args)
         completion_tokens = request.max_completion_tokens
         params = request.sampling_params(
             serving.defaults,
@@ -51,27 +32,18 @@ class ServingChat:
         )
 
         def check() -> Any:
-            return serving.check_prompts([serving.render(request)], params, {})
+            prompt = serving.render(request)
+            plan.prepare(params, prompt.get("prompt") or "", serving.thread_tokenizer())
+            return serving.check_prompts([prompt], params, {})
 
         return serving.make_job("chatcmpl", raw, request, params, await serving.in_thread(check))
 
-    def _refuse(self, request: ChatCompletionRequest) -> None:
-        """What asks for parts that are not here."""
-        if request.tools and request.tool_choice not in ("none",):
-            raise APIError(501, "tools are not supported by this server; leave tools out", "tools")
-        if request.response_format and request.response_format.get("type") != "text":
-            raise APIError(501, "response_format is not supported by this server; leave it out", "response_format")
-        if request.structured_outputs:
-            raise APIError(
-                501, "structured_outputs is not supported by this server; leave it out", "structured_outputs"
-            )
-
     async def answer(self, request: ChatCompletionRequest, job: Job) -> dict[str, Any]:
-        usage, choices = Usage(job), []
+        usage, choices, plan = Usage(job), [], Plan(request, self.serving.args)
         (output,) = await self.serving.final_outputs(job)
         usage.add(0, output)
         for completion in output.outputs:
-            parsed = ChatAnswer(request)
+            parsed = plan.answer(job.inputs[0].prompt or "")
             message = {"role": self.serving.args.response_role, **parsed.message(completion)}
             if echoed := self._echoed(request):
                 message["content"] = echoed + (message.get("content") or "")
@@ -96,6 +68,7 @@ class ServingChat:
         options = request.stream_options
         continuous = bool(options and options.continuous_usage_stats)
         answers: dict[int, ChatAnswer] = {}
+        plan = Plan(request, self.serving.args)
 
         def chunk(index: int, delta: dict[str, Any], **rest: Any) -> dict[str, Any]:
             choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **rest}
@@ -107,7 +80,7 @@ class ServingChat:
                 for completion in output.outputs:
                     index = completion.index
                     if index not in answers:
-                        answers[index] = ChatAnswer(request)
+                        answers[index] = plan.answer(job.inputs[0].prompt or "")
                         first: dict[str, Any] = {}
                         if request.return_token_ids:
                             first["prompt_token_ids"] = job.inputs[0].prompt_token_ids

@@ -9,6 +9,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from vllm.entrypoints.openai.chat_answer import structure_of
 from vllm.entrypoints.openai.errors import APIError
 from vllm.entrypoints.openai.protocol import CompletionRequest
 from vllm.entrypoints.openai.serving import Job, Serving, Usage, choice_end, finite, prompt_logprobs_json
@@ -32,6 +33,7 @@ class ServingCompletion:
             serving.defaults,
             max_tokens=1 if request.max_tokens == 0 else request.max_tokens,
             logprobs=request.logprobs,
+            structured_outputs=structure_of(request),
             # The log-probabilities of an echoed prompt are those of its tokens.
             **({"prompt_logprobs": request.logprobs} if request.echo and request.prompt_logprobs is None else {}),
         )
@@ -131,7 +133,8 @@ class ServingCompletion:
             chosen.append(None if logprob is None else finite(logprob.logprob))
             top: dict[str, float] = {}
             for other_id, other in (row or {}).items():
-                top.setdefault(self.serving.token_name(other_id, other, request), finite(other.logprob))
+                text = self.serving.token_name(other_id, other, request)
+                top[text] = max(top.get(text, other.logprob), finite(other.logprob))  # several may have one text
             tops.append(top if row else None)
             offsets.append(offset)
             offset += len(name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one can see of a running server: ``/metrics``, ``/load``, ``/ranks`` and the page at ``/``."""
+"""What one can see of a running server: ``/metrics``, ``/ranks`` and the page at ``/``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from vllm import __version__
+from vllm.engine.protocol import EngineClient
 from vllm.v1.metrics.engine_metrics import EngineMetrics
 from vllm.v1.metrics.prometheus import Exposition
 
@@ -35,14 +36,14 @@ def content_security_policy(page: str) -> str:
     )
 
 
-def describe_ranks(engine: Any, model_name: str) -> dict[str, Any]:
+def describe_ranks(engine: EngineClient, model_name: str) -> dict[str, Any]:
     """What the page shows of each DP rank: its last report (see ``stats.rank_stats``) and
 
     ``state``: ``dead``; ``waiting`` for ``waits_for``, global ranks, in a collective; ``running`` requests; ``queued``
     ones only; ``dummy`` where others have some; ``idle``. ``places``: the global ranks of the DP rank.
     """
     parallel = engine.vllm_config.parallel_config
-    tp, reports, waits = parallel.tensor_parallel_size, list(engine.rank_stats), getattr(engine, "rank_waits", {})
+    tp, reports, waits = parallel.tensor_parallel_size, list(engine.rank_stats), engine.rank_waits
     dead = str(engine.dead_error) if engine.errored else None
     any_work = any(report.get("running", 0) + report.get("waiting", 0) for report in reports)
     ranks = []
@@ -71,9 +72,8 @@ def describe_ranks(engine: Any, model_name: str) -> dict[str, Any]:
     }
 
 
-def watch_router(engine: Any, model_name: str) -> APIRouter:
-    """``engine``: ``vllm_config``, ``rank_stats`` (reports by DP rank), ``errored``, ``dead_error`` and ``metrics``, an
-    ``EngineMetrics`` or None. None of the paths asks for an API key, and none tells what requests hold."""
+def watch_router(engine: EngineClient, model_name: str) -> APIRouter:
+    """None of these paths asks for an API key, so none tells what requests hold."""
     router, page = APIRouter(), PAGE.read_text()
     metrics = engine.metrics or EngineMetrics()
     config, block_size = engine.vllm_config.model_config, engine.vllm_config.cache_config.block_size
@@ -94,12 +94,6 @@ def watch_router(engine: Any, model_name: str) -> APIRouter:
     @router.get("/metrics")
     async def show_metrics() -> Response:
         return Response(exposition.text(), media_type=CONTENT_TYPE_LATEST)
-
-    @router.get("/load")
-    async def load() -> JSONResponse:
-        """Requests that run or wait on all ranks."""
-        reports = engine.rank_stats
-        return JSONResponse({"server_load": sum(int(r.get("running", 0) + r.get("waiting", 0)) for r in reports)})
 
     @router.get("/ranks")
     async def ranks() -> JSONResponse:

@@ -4,8 +4,8 @@
 ``kernels.cpu.ops`` says of rows holds.
 
 Where inputs have 16 bits, or the weight rounds them to int8, codes meet inputs rounded to int8 in blocks of 16 to 64
-columns (``csrc/quantized.h``); fp8 codes have become int8 themselves then, with a scale for 32 columns, so an embedding
-row of such a weight is off by half a step of that grid. All else is decoded in the cache and multiplied in float32.
+columns (``csrc/quantized.h``); fp8 codes have become int8 themselves then, with a scale for 32 columns, but for weights
+that are packed to be exact. All else is decoded in the cache and multiplied in float32.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _round_up(n: int, unit: int) -> int:
     return -(-n // unit) * unit
 
 
-def pack_quantized_weight(weight: QuantizedWeight) -> QuantizedWeight:
+def pack_quantized_weight(weight: QuantizedWeight, exact: bool = False) -> QuantizedWeight:
     """In panels. As it is where the kernels have no form for it; the plain operators run then."""
     scales, zeros, codes, order, K = weight.scales, weight.zeros, weight.codes, weight.input_order, weight.K
     format, act, fp8_group = weight.format, weight.activations, 0
@@ -71,7 +71,7 @@ def pack_quantized_weight(weight: QuantizedWeight) -> QuantizedWeight:
     if act == "int8":
         integer, block = format != "fp8", group if group <= _MOST_COLUMNS else block
     else:
-        integer = weight.dtype.itemsize == 2 and weight.N >= _FEWEST_ROWS
+        integer = weight.dtype.itemsize == 2 and weight.N >= _FEWEST_ROWS and not (exact and format == "fp8")
     scale_dtype = torch.float16 if scales is None else scales.dtype
     if integer and format == "fp8":
         fp8_group, format, scale_dtype, group, block = group, "int8", torch.bfloat16, 32, 32

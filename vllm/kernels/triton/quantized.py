@@ -4,7 +4,8 @@
 Letters as in ``experts``; G columns share a scale. A step of the sums lies within one group, so the codes' values,
 which a 16-bit operand holds exactly, are multiplied and the group's scale is applied to the float32 sum: nothing is
 rounded before the result. Rounded activations ("int8", "fp8") are made by a launch of their own, once a row; integers
-are multiplied as such, fp8 where the card has the product, and else the same numbers in 16 bits.
+are multiplied as such, fp8 where the card has the product, and else the same numbers in 16 bits. Of GGUF's blocks, read
+as they are, a step has one scale, and one minimum, which the sum of the inputs is multiplied with.
 
 It ran in Triton's interpreter and was compiled for CUDA; no hardware has run it yet.
 """
@@ -19,13 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm.kernels.blocks import UNITS
 from vllm.kernels.quantized import FORMATS, QuantizedWeight
 from vllm.kernels.triton import experts
 from vllm.kernels.triton.cards import has_fp8, shared_memory
 from vllm.kernels.triton.experts import Tiles, glu, turn
 from vllm.kernels.triton.rows import DTYPES, fits, refuse_other_dtypes, tile
 
-KNOWN = ("int4", "int8", "fp8", "mxfp4")
+KNOWN = ("int4", "int8", "fp8", "mxfp4", *UNITS)
 
 
 @triton.jit
@@ -60,6 +62,81 @@ def _unpacked(codes, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
         else:
             values = values.to(tl.int8)
     return values
+
+
+@triton.jit
+def _half(at):
+    """float16 numbers, which may lie anywhere."""
+    bits = tl.load(at).to(tl.uint16) | (tl.load(at + 1).to(tl.uint16) << 8)
+    return bits.to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _line_of_blocks(row, k, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BYTES: tl.constexpr):
+    """(scales, minima) of columns k of rows that begin at ``row``, as ``kernels.blocks`` has them."""
+    block = row + k // BLOCK * BYTES
+    part = k % BLOCK
+    if FORMAT == "q6_k":
+        scale = _half(block + 208) * tl.load(block + 192 + part // 16).to(tl.int8, bitcast=True).to(tl.float32)
+        least = scale * 0
+    elif BLOCK == 256:
+        at = block + 4 + part // 32 % 4
+        low, high, both = tl.load(at), tl.load(at + 4), tl.load(at + 8)
+        first = part < 128
+        factor = tl.where(first, low & 63, (both & 15) | (low >> 6 << 4)).to(tl.float32)
+        minimum = tl.where(first, high & 63, (both >> 4) | (high >> 6 << 4)).to(tl.float32)
+        scale, least = _half(block) * factor, _half(block + 2) * minimum
+    else:
+        scale = _half(block)
+        if FORMAT == "q5_0":
+            least = scale * 0
+        else:
+            least = -_half(block + 2)
+    return scale, least
+
+
+@triton.jit
+def _codes_of_blocks(row, k, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BYTES: tl.constexpr):
+    """As above: the codes, less what stands for 0, int32."""
+    block = row + k // BLOCK * BYTES
+    part = k % BLOCK
+    if FORMAT == "q6_k":
+        at = part % 128
+        low = tl.load(block + part // 128 * 64 + at % 64).to(tl.int32) >> (at // 64 * 4)
+        high = tl.load(block + 128 + part // 128 * 32 + at % 32).to(tl.int32) >> (at // 32 * 2)
+        code = (low & 15 | (high & 3) << 4) - 32
+    elif BLOCK == 256:
+        code = tl.load(block + BYTES - 128 + part // 64 * 32 + part % 32).to(tl.int32) >> (part // 32 % 2 * 4) & 15
+        if FORMAT == "q5_k":
+            code |= (tl.load(block + 16 + part % 32).to(tl.int32) >> (part // 32) & 1) << 4
+    else:
+        code = tl.load(block + BYTES - 16 + part % 16).to(tl.int32) >> (part // 16 * 4) & 15
+        if FORMAT != "q4_1":
+            code |= (tl.load(block + BYTES - 20 + part // 8).to(tl.int32) >> (part % 8) & 1) << 4
+        if FORMAT == "q5_0":
+            code -= 16
+    return code
+
+
+@triton.jit
+def _times_blocks(
+    rows,
+    codes,
+    begin,
+    FORMAT: tl.constexpr,
+    OPERAND: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BYTES: tl.constexpr,
+):
+    """As ``_times``, of rows of blocks that begin at ``codes`` the columns from ``begin`` on, which have one scale."""
+    k = begin + tl.arange(0, DEPTH)
+    values = _codes_of_blocks(codes[:, None], k[None, :], FORMAT, BLOCK, BYTES).to(tl.float32).to(OPERAND)
+    scale, least = _line_of_blocks(codes, begin, FORMAT, BLOCK, BYTES)
+    product = tl.dot(rows, tl.trans(values), input_precision="ieee").to(tl.float32) * scale[None, :]
+    if not (FORMAT == "q6_k" or FORMAT == "q5_0"):  # noqa: PLR1714
+        product -= tl.sum(rows.to(tl.float32), axis=1)[:, None] * least[None, :]
+    return product
 
 
 @triton.jit
@@ -139,6 +216,8 @@ def _product(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BYTES: tl.constexpr,
 ):
     """One tile of rows by COLUMNS outputs. GROUPED: of the expert's rows that ``experts`` arranged, where GATED says as
     there which of a and out are in the runs' order. Else of rows side by side, [T, K] times one matrix."""
@@ -157,7 +236,8 @@ def _product(
             source, target = place, pair
         expert = expert.to(tl.int64)
         codes_ptr += expert * stride_ce
-        scales_ptr += expert * stride_se
+        if scales_ptr is not None:
+            scales_ptr += expert * stride_se
         if zeros_ptr is not None:
             zeros_ptr += expert * stride_ze
         if bias_ptr is not None:
@@ -170,8 +250,9 @@ def _product(
     a = a_ptr + source.to(tl.int64)[:, None] * stride_a + k[None, :]
     row = tl.where(n < N, n, 0).to(tl.int64)
     byte = tl.arange(0, DEPTH // PER_BYTE)
-    codes = codes_ptr + row[:, None] * stride_cn + byte[None, :]
-    scales = scales_ptr + row * stride_sn
+    of_row = codes_ptr + row * stride_cn
+    codes = of_row[:, None] + byte[None, :]
+    scales = None if scales_ptr is None else scales_ptr + row * stride_sn
     zeros = None if zeros_ptr is None else zeros_ptr + row * stride_zn
     zeros_up = None if zeros_ptr is None else zeros + N * stride_zn
     total = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
@@ -184,14 +265,19 @@ def _product(
         rest = (byte * PER_BYTE < K - begin)[None, :]
         if PRODUCT == "values":
             rows = rows.to(tl.float32).to(OPERAND)
-        group = begin // G
-        at = group * stride_sg
-        of = None if zeros_ptr is None else zeros + group * stride_zg
-        total += _times(rows, codes, scales + at, of, rest, FORMAT, ZERO, PRODUCT, OPERAND, NATIVE, WHOLE)
-        if GATED:
-            up, at = codes + N * stride_cn, at + N * stride_sn
-            of = None if zeros_ptr is None else zeros_up + group * stride_zg
-            total_up += _times(rows, up, scales + at, of, rest, FORMAT, ZERO, PRODUCT, OPERAND, NATIVE, WHOLE)
+        if BLOCK > 0:
+            total += _times_blocks(rows, of_row, begin, FORMAT, OPERAND, DEPTH, BLOCK, BYTES)
+            if GATED:
+                total_up += _times_blocks(rows, of_row + N * stride_cn, begin, FORMAT, OPERAND, DEPTH, BLOCK, BYTES)
+        else:
+            group = begin // G
+            at = group * stride_sg
+            of = None if zeros_ptr is None else zeros + group * stride_zg
+            total += _times(rows, codes, scales + at, of, rest, FORMAT, ZERO, PRODUCT, OPERAND, NATIVE, WHOLE)
+            if GATED:
+                up, at = codes + N * stride_cn, at + N * stride_sn
+                of = None if zeros_ptr is None else zeros_up + group * stride_zg
+                total_up += _times(rows, up, scales + at, of, rest, FORMAT, ZERO, PRODUCT, OPERAND, NATIVE, WHOLE)
         a += DEPTH
         codes += DEPTH // PER_BYTE
     unit = tl.full((ROWS,), 0.5 if FORMAT == "mxfp4" else 1.0, tl.float32)
@@ -268,6 +354,8 @@ def _rows_kernel(
     NATIVE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BYTES: tl.constexpr,
 ):
     t = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     k = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -275,14 +363,19 @@ def _rows_kernel(
     row = tl.load(ids + t, t < T, 0).to(tl.int64)
     held = live & (row >= first) & (row < last)
     row = tl.where(held, row - first, 0)
-    if PER_BYTE == 1:
-        values = _unpacked(tl.load(codes + row * c0 + k, held, 0), FORMAT, NATIVE).to(tl.float32)
+    if BLOCK > 0:
+        column = tl.where(k < K, k, 0)
+        scale, least = _line_of_blocks(codes + row * c0, column, FORMAT, BLOCK, BYTES)
+        values = _codes_of_blocks(codes + row * c0, column, FORMAT, BLOCK, BYTES).to(tl.float32) * scale - least
     else:
-        code = (tl.load(codes + row * c0 + k // 2, held, 0) >> (k % 2 * 4).to(tl.uint8)) & 15
-        values = _e2m1(code).to(tl.float32) * 0.5 if FORMAT == "mxfp4" else code.to(tl.float32)
-    zero = ZERO if zeros is None else tl.load(zeros + row * z0 + k // G * z1, held, 0).to(tl.float32)
-    scale = tl.load(scales + row * s0 + k // G * s1, held, 0).to(tl.float32)
-    tl.store(out + t * K + k, tl.where(held, (values - zero) * scale, 0.0).to(out.dtype.element_ty), live)
+        if PER_BYTE == 1:
+            values = _unpacked(tl.load(codes + row * c0 + k, held, 0), FORMAT, NATIVE).to(tl.float32)
+        else:
+            code = (tl.load(codes + row * c0 + k // 2, held, 0) >> (k % 2 * 4).to(tl.uint8)) & 15
+            values = _e2m1(code).to(tl.float32) * 0.5 if FORMAT == "mxfp4" else code.to(tl.float32)
+        zero = ZERO if zeros is None else tl.load(zeros + row * z0 + k // G * z1, held, 0).to(tl.float32)
+        values = (values - zero) * tl.load(scales + row * s0 + k // G * s1, held, 0).to(tl.float32)
+    tl.store(out + t * K + k, tl.where(held, values, 0.0).to(out.dtype.element_ty), live)
 
 
 def _refuse(weight: QuantizedWeight) -> None:
@@ -295,14 +388,17 @@ def _refuse(weight: QuantizedWeight) -> None:
         raise NotImplementedError(f"{weight.kind} {weight.format}: the kernels read plain {', '.join(KNOWN)}")
     if G < K and G % 16:
         raise NotImplementedError(f"groups of {G} columns: the kernels need multiples of 16, or one for all {K}")
-    assert weight.scales is not None, f"{weight.format} without scales"
-    refuse_other_dtypes(weight.scales, torch.empty(0, dtype=weight.dtype))
+    packed = FORMATS[weight.format]
+    assert (weight.scales is not None) == packed.scaled, f"{weight.format}, scales {weight.scales}"
+    refuse_other_dtypes(*([] if weight.scales is None else [weight.scales]), torch.empty(0, dtype=weight.dtype))
     if weight.codes.stride(-1) != 1:
         raise NotImplementedError(f"codes of strides {weight.codes.stride()}: those of a row must be neighbours")
-    packed = FORMATS[weight.format]
+    if not packed.scaled and (weight.activations is not None or K % packed.columns):
+        raise NotImplementedError(f"{weight.format} of {K} columns for inputs rounded to {weight.activations}")
     some = weight.codes.shape[:-2]
     needed = (*some, weight.N, -(-K // packed.columns) * packed.bytes), (*some, weight.N, -(-K // G))
-    assert (weight.codes.shape, weight.scales.shape) == needed, f"{weight.codes.shape}, {weight.scales.shape}: {needed}"
+    found = weight.codes.shape, needed[1] if weight.scales is None else weight.scales.shape
+    assert found == needed, f"{found}: {needed}"
     if weight.zeros is not None:
         assert weight.zeros.shape == needed[1], f"zeros are {weight.zeros.shape}, scales {needed[1]}"
         if weight.format not in ("int4", "int8"):
@@ -310,7 +406,9 @@ def _refuse(weight: QuantizedWeight) -> None:
 
 
 def _depth(weight: QuantizedWeight, most: int) -> int:
-    """Columns of a step: of one group."""
+    """Columns of a step: of one scale."""
+    if not FORMATS[weight.format].scaled:
+        return min(most, 16 if weight.format == "q6_k" else 32)
     return most if weight.group_size >= weight.K else min(most, weight.group_size & -weight.group_size)
 
 
@@ -325,6 +423,11 @@ def _tiles(weight: QuantizedWeight, mean: float, few: int, interpreted: bool) ->
     if mean <= 40:
         return Tiles(64, 64, _depth(weight, 64), 4, 3)
     return Tiles(128, 128, _depth(weight, 64), 8, 3)
+
+
+def _block(weight: QuantizedWeight) -> dict[str, int]:
+    packed = FORMATS[weight.format]
+    return {"BLOCK": 0, "BYTES": 0} if packed.scaled else {"BLOCK": packed.columns, "BYTES": packed.bytes}
 
 
 def _rounded(x_TK: Tensor, to: str | None, native: bool) -> tuple[Tensor, Tensor | None]:
@@ -365,7 +468,6 @@ def _multiply(
     wide = interpreted or x_TK.dtype is torch.float32
     operand = tl.float32 if wide else tl.bfloat16 if x_TK.dtype is torch.bfloat16 else tl.float16
     scales, zeros = weight.scales, weight.zeros
-    assert scales is not None
     packed = FORMATS[weight.format]
     width = tiles.columns if tiles.columns <= 32 else tiles.columns // (1 + gated)
     staged = tiles.rows * tiles.depth * a.element_size() + width * (1 + gated) * tiles.depth // packed.columns
@@ -381,8 +483,9 @@ def _multiply(
         a, a_scales, weight.codes, scales, zeros, bias_N, out, order, cut, len(x_TK), num_tiles, columns, S, N, K,
         weight.group_size, a.stride(0), *strides(weight.codes)[:2], *strides(scales), *strides(zeros), out.stride(0),
         GROUPED=grouped is not None, GATED=gated, CLAMPED=clamped, FORMAT=weight.format, ZERO=packed.zero,
-        PER_BYTE=packed.columns, PRODUCT=kind, OPERAND=operand, NATIVE=native, WHOLE=K % tiles.depth == 0,
-        ROWS=tiles.rows, COLUMNS=width, DEPTH=tiles.depth, GROUP=8, num_warps=tiles.warps, num_stages=stages,
+        PER_BYTE=packed.columns if packed.scaled else 1, PRODUCT=kind, OPERAND=operand, NATIVE=native,
+        WHOLE=K % tiles.depth == 0, ROWS=tiles.rows, COLUMNS=width, DEPTH=tiles.depth, GROUP=8, **_block(weight),
+        num_warps=tiles.warps, num_stages=stages,
     )  # fmt: skip
     return out
 
@@ -448,7 +551,6 @@ def quantized_embedding(ids_T: Tensor, weight: QuantizedWeight, vocab_range: tup
     if weight.input_order is not None:
         raise NotImplementedError("rows of a matrix whose columns are in the order of the inputs")
     (T,), scales, zeros = ids_T.shape, weight.scales, weight.zeros
-    assert scales is not None
     first, last = (0, weight.N) if vocab_range is None else vocab_range
     assert 0 <= last - first <= weight.N, f"ids from {first} to {last} do not fit {weight.N} rows"
     fits("ids", ids_T, (T,), torch.int64, torch.int32)
@@ -457,10 +559,11 @@ def quantized_embedding(ids_T: Tensor, weight: QuantizedWeight, vocab_range: tup
         shape: dict[str, Any] = tile(weight.K, 2048)
         grid = (triton.cdiv(T, shape["ROWS"]), triton.cdiv(weight.K, shape["COLUMNS"]))
         of_zeros = (0, 0) if zeros is None else zeros.stride()
+        of_scales = (0, 0) if scales is None else scales.stride()
         _rows_kernel[grid](
             ids_T, weight.codes, scales, zeros, out, T, weight.K, weight.group_size, first, last,
-            weight.codes.stride(0), *scales.stride(), *of_zeros, FORMAT=weight.format,
+            weight.codes.stride(0), *of_scales, *of_zeros, FORMAT=weight.format,
             ZERO=FORMATS[weight.format].zero, PER_BYTE=FORMATS[weight.format].columns, NATIVE=has_fp8(out.device),
-            **shape,
+            **_block(weight), **shape,
         )  # fmt: skip
     return out

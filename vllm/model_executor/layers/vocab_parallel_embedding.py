@@ -56,7 +56,8 @@ class VocabParallelEmbedding(nn.Module):
     def process_weights_after_loading(self) -> None:
         assert self.weight is not None, f"{self.prefix}: no weight was loaded"
         if isinstance(self.weight, QuantizedWeight):
-            self.packed, self.weight = ops.pack_quantized_weight(self.weight), None
+            exact = not isinstance(self, ParallelLMHead)  # whose rows are not looked up
+            self.packed, self.weight = ops.pack_quantized_weight(self.weight, exact), None
             return
         into = None if isinstance(self.packed, QuantizedWeight) else self.packed
         self.packed, self.weight = ops.pack_linear_weight(self.weight, into), None

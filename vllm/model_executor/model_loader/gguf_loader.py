@@ -531,9 +531,7 @@ def _stored(
             rows = order if rows is None else order[rows]
         elif isinstance(rows, slice):
             (first, last, _), rows = rows.indices(N), None
-        if first >= last:
-            first, last, rows = 0, 1, slice(0)
-        raw = read_range(path, tensor.offset + first * width, (last - first) * width).view(-1, width)
+        raw = read_range(path, tensor.offset + first * width, max(last - first, 0) * width).view(-1, width)
         return _quantised(f"{path}: {tensor.name}", _KEPT[tensor.kind], raw if rows is None else raw[rows], K, dtype)
 
     codes = None
@@ -551,15 +549,15 @@ def _quantised(name: str, format: str, raw: torch.Tensor, K: int, dtype: torch.d
     """
     N, size = len(raw), FORMATS[format].bytes
     if FORMATS[format].scaled:  # a float16 scale, then the codes of 32 columns; of int4 those of the first half lie low
-        blocks = raw.view(N, K // 32, -1)
+        blocks = raw.unflatten(1, (K // 32, raw.shape[1] * 32 // K))
         scales = blocks[..., :2].contiguous().view(torch.float16).flatten(1)
         codes = torch.empty(N, K * size // FORMATS[format].columns, dtype=torch.uint8, device="cpu")
-        for rows in torch.arange(N, device="cpu").split(max(_CHUNK_ELEMENTS // K, 1)):
-            part = blocks[rows[0] : rows[-1] + 1, :, 2:]
+        for first in range(0, N, step := max(_CHUNK_ELEMENTS // K, 1)):
+            part = blocks[first : first + step, :, 2:]
             if format == "int4":
                 part = torch.cat((part & 15, part >> 4), dim=-1)
                 part = part[..., ::2] | part[..., 1::2] << 4
-            codes[rows[0] : rows[-1] + 1] = part.flatten(1)
+            codes[first : first + step] = part.flatten(1)
         weight = QuantizedWeight(format, N, K, 32, dtype, codes, scales)
     else:
         weight = QuantizedWeight(format, N, K, FORMATS[format].columns, dtype, raw)

@@ -123,14 +123,12 @@ class DeepseekV2MoE(nn.Module):
             topk_groups=config.topk_group if grouped else 1,
             group_top=2 if sigmoid else 1,
         )
-        name = f"{prefix}.experts"
         self.experts = FusedMoE(
             router,
             hidden,
             inner,
             dtype,
-            name,
-            lambda e: (f"{name}.{e}.gate_proj", f"{name}.{e}.up_proj", f"{name}.{e}.down_proj"),
+            f"{prefix}.experts",
             vllm_config.parallel_config.enable_expert_parallel,
         )
         self.shared_experts = None

@@ -34,13 +34,8 @@ class Glm4MoE(nn.Module):
             config.n_group,
             config.topk_group,
         )
-
-        def expert(e: int) -> tuple[str, str, str]:
-            name = f"{prefix}.experts.{e}"
-            return f"{name}.gate_proj", f"{name}.up_proj", f"{name}.down_proj"
-
         parallel = vllm_config.parallel_config.enable_expert_parallel
-        self.experts = FusedMoE(router, hidden, inner, dtype, f"{prefix}.experts", expert, parallel)
+        self.experts = FusedMoE(router, hidden, inner, dtype, f"{prefix}.experts", parallel)
         shared = inner * config.n_shared_experts
         self.shared_experts = (
             GatedMLP(hidden, shared, dtype, f"{prefix}.shared_experts", reduce_results=False) if shared else None

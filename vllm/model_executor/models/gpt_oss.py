@@ -31,10 +31,9 @@ class GptOssMoE(nn.Module):
             config.intermediate_size,
             dtype,
             experts,
-            lambda e: (f"{experts}.{e}.gate_proj", f"{experts}.{e}.up_proj", f"{experts}.{e}.down_proj"),
             vllm_config.parallel_config.enable_expert_parallel,
-            (f"{experts}.gate_up_proj_bias", f"{experts}.down_proj_bias"),
-            "swigluoai",
+            bias_names=(f"{experts}.gate_up_proj_bias", f"{experts}.down_proj_bias"),
+            activation="swigluoai",
         )
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -82,8 +82,8 @@ class MiniMaxM2MoE(nn.Module):
             config.intermediate_size,
             dtype,
             f"{prefix}.experts",
-            lambda e: (f"{prefix}.experts.{e}.w1", f"{prefix}.experts.{e}.w3", f"{prefix}.experts.{e}.w2"),
             vllm_config.parallel_config.enable_expert_parallel,
+            ("w1", "w3", "w2"),
         )
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

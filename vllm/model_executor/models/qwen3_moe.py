@@ -30,11 +30,6 @@ class Qwen3MoeSparseMoeBlock(nn.Module):
             config.moe_intermediate_size,
             dtype,
             f"{prefix}.experts",
-            lambda e: (
-                f"{prefix}.experts.{e}.gate_proj",
-                f"{prefix}.experts.{e}.up_proj",
-                f"{prefix}.experts.{e}.down_proj",
-            ),
             vllm_config.parallel_config.enable_expert_parallel,
         )
 

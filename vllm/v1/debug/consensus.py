@@ -115,6 +115,6 @@ class ConsensusGuard:
         parts, places = [], self.board.places(ranks)
         for rank in ranks:
             silent = time.time() - places[rank]["time"] if rank in places else 0.0
-            life = f"silent for {silent:.1f} s, so dead or stopped" if silent > 1 else "alive"
+            life = f"silent for {silent:.1f} s, so dead or stopped" if silent > 2.5 else "alive"
             parts.append(f"Rank {rank} {self.board.read(f'at/{rank}') or 'was in no collective yet'}; it is {life}")
         return ". ".join(parts)

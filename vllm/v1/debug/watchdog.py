@@ -34,6 +34,8 @@ from vllm.v1.debug.termination import TerminationNotice
 logger = init_logger(__name__)
 
 _POLL_S = 0.25
+# A rank that has been idle for so many polls looks less often.
+_IDLE_POLLS, _IDLE_POLL_S = 20, 1.0
 # A rank that fails stays this long, so that the others print before the launcher ends them.
 _GRACE_S = 6 * _POLL_S
 # After a failure elsewhere a rank's host leaves a collective within half a second; this is for what it cannot leave.
@@ -172,11 +174,11 @@ class Diagnosis:
 
     def _watch(self) -> None:
         # Time is counted in polls: a process that was suspended has not stalled.
-        waits = overdue = 0
+        waits = overdue = idle = 0
         seen, waited_in = None, None
         tell_at = _TELL_AFTER_S
         while True:
-            ended = self._termination.wait(self._stop, _POLL_S)
+            ended = self._termination.wait(self._stop, _POLL_S if idle < _IDLE_POLLS else _IDLE_POLL_S)
             if self._stop.is_set():
                 return
             if ended:
@@ -192,6 +194,7 @@ class Diagnosis:
             places = self._read_others() if waits > 1 else {}
             self.waits_for = [] if record is None else self._missing((record.group, record.seq, record.ranks), places)
             busy = self._step_runs or record is not None
+            idle = 0 if busy else idle + 1
             self._alarm = self._alarm or self._on_board(Board.read, "alarm") or ""
             if busy and not self._alarm and (dead := self._who_is_gone(places, record)):
                 self._alarm_all(dead)

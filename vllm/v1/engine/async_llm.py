@@ -41,7 +41,8 @@ class _Client:
 class AsyncLLM:
     """Starts the ranks of an engine and hands requests to them; of any thread and event loop.
 
-    Requests go to the DP rank with the fewest tokens waiting. ``rank_stats``: what each DP rank told last of itself.
+    Requests go to the DP rank with the fewest tokens waiting. ``rank_stats``: what each DP rank told last of itself;
+    ``rank_waits``: rank → ranks that hold it up; ``metrics``: None with ``disable_log_stats``.
     """
 
     def __init__(self, vllm_config: VllmConfig, generation_config: Mapping[str, Any], launch: Launch) -> None:
@@ -97,15 +98,14 @@ class AsyncLLM:
         Raises ``ValueError`` for arguments that cannot work, ``EngineDeadError`` where the ranks do not come up.
         """
         config = engine_args.create_engine_config()
-        launch = Launch(
-            arguments_as_json(engine_args),
-            config.parallel_config.world_size,
-            nnodes,
-            node_rank,
-            master_addr,
-            master_port,
-            max_restarts,
-            silence_timeout(),
+        launch = make_launch(
+            engine_args,
+            config,
+            nnodes=nnodes,
+            node_rank=node_rank,
+            master_addr=master_addr,
+            master_port=master_port,
+            max_restarts=max_restarts,
         )
         return cls(config, engine_args.get_generation_config(config.model_config), launch)
 
@@ -180,6 +180,7 @@ class AsyncLLM:
                 if isinstance(error, RuntimeError):
                     raise EngineDeadError(str(error)) from error
                 raise
+            self.output_processor.accepted(request_id, dp_rank)
             client = self._clients[request_id] = _Client()
             return client
 
@@ -236,6 +237,10 @@ class AsyncLLM:
     def rank_stats(self) -> list[dict[str, float]]:
         return self.ranks.rank_stats
 
+    @property
+    def rank_waits(self) -> dict[int, list[int]]:
+        return self.ranks.rank_waits
+
     def stats(self) -> list[dict[str, float]]:
         return self.ranks.rank_stats
 
@@ -267,6 +272,12 @@ class AsyncLLM:
 def _deliver(outputs: list[tuple[_Client, RequestOutput | Exception]]) -> None:
     for client, output in outputs:
         client.queue.put_nowait(output)
+
+
+def make_launch(engine_args: EngineArgs, config: VllmConfig, **options: Any) -> Launch:
+    return Launch(
+        arguments_as_json(engine_args), config.parallel_config.world_size, silence_s=silence_timeout(), **options
+    )
 
 
 def arguments_as_json(engine_args: EngineArgs) -> dict[str, Any]:

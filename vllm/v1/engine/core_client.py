@@ -38,8 +38,9 @@ class RankClient:
     """The ranks of an engine, and how they stand.
 
     ``on_effects`` gets, on this client's thread and under ``lock``, what becomes of requests, with the DP rank.
-    ``rank_stats``: of each DP rank what it told last. ``dead``: why the engine is lost, for good or until its
-    ranks have been started again (``is_restarting``). ``ready``: what the first rank said of itself.
+    ``rank_stats``: of each DP rank what it told last; ``rank_waits``: rank → ranks that hold it up. ``dead``: why the
+    engine is lost, for good or until its ranks have been started again (``is_restarting``). ``ready``: what the first
+    rank said of itself.
     """
 
     def __init__(self, launch: Launch, tensor_parallel_size: int, on_effects: Callable[[Effects, int], None]) -> None:
@@ -62,6 +63,7 @@ class RankClient:
         num_dp = 1 + max(place.dp_rank for place in self.places.values())
         self.protocol = FrontProtocol(self.places, self.launch.silence_s, time.monotonic())
         self.rank_stats: list[dict[str, float]] = [{} for _ in range(num_dp)]
+        self.rank_waits: dict[int, list[int]] = {}
         self._channels: dict[int, Channel] = {}
         self._ready: set[int] = set()
 
@@ -227,6 +229,8 @@ class RankClient:
             elif number:
                 if isinstance(message, Outputs) and message.stats is not None:
                     self.rank_stats[self.places[rank].dp_rank] = message.stats
+                elif isinstance(message, Alive):
+                    self.rank_waits[rank] = message.waits_for
                 self._take(self.protocol.receive(rank, number, message, time.monotonic()), self.places[rank].dp_rank)
 
     def _meet(self, channel: Channel, hello: Any) -> int | None:

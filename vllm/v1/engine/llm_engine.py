@@ -96,6 +96,7 @@ class LLMEngine:
         except ValueError:
             self.abort_request([request_id])
             raise
+        self.output_processor.accepted(request_id)
         return request_id
 
     def step(self) -> list[RequestOutput]:

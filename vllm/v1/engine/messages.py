@@ -30,7 +30,9 @@ class Ready(Message, frozen=True):
 
 
 class Alive(Message, frozen=True):
-    """Nothing to say, once a second: who is silent for long is taken for dead."""
+    """Once a second: who is silent for long is taken for dead. ``waits_for``: ranks that hold this one up."""
+
+    waits_for: list[int] = []
 
 
 class Add(Message, frozen=True):

@@ -108,7 +108,7 @@ class _Request:
     num_unfinished: int
     stats: RequestStateStats | None
     num_cached_tokens: int | None = None
-    dp_rank: int = 0
+    dp_rank: int | None = None
 
     def make_output(self, changed: Sequence[_Completion]) -> RequestOutput | None:
         """The output that is due after a step that changed ``changed``, if one is."""
@@ -166,7 +166,7 @@ class OutputProcessor:
         if taken:
             raise ValueError(f"request_id={taken[0]!r} is in use; wait for its end, abort it or take another id")
         eos_token_id = None if params.ignore_eos else getattr(self._tokenizer, "eos_token_id", None)
-        has_end_tokens = eos_token_id is not None or bool(params.stop_token_ids)
+        has_end_tokens = not params.structured_outputs or eos_token_id is not None or bool(params.stop_token_ids)
         completions = []
         for index, (_, child_params) in enumerate(children):
             detokenizer = None
@@ -192,6 +192,10 @@ class OutputProcessor:
         self._requests[request_id] = request
         self._by_child |= {name: (request, c) for name, c in zip(request.child_ids, completions, strict=True)}
         return children
+
+    def accepted(self, request_id: str, dp_rank: int = 0) -> None:
+        """``dp_rank`` has the request: from now on its end is counted there, whatever it is."""
+        self._requests[request_id].dp_rank = dp_rank
 
     def process_outputs(self, outputs: Iterable[EngineCoreOutput], dp_rank: int = 0) -> ProcessedOutputs:
         """Takes one step's outputs, of ``dp_rank``; those of sequences that are gone are ignored. One output at most
@@ -249,13 +253,13 @@ class OutputProcessor:
             self._record_end(request, completion, completion.finish_reason)
 
     def _record_end(self, request: _Request, completion: _Completion, reason: str) -> None:
-        if self.metrics is not None and completion.stats is not None:
+        if self.metrics is not None and completion.stats is not None and request.dp_rank is not None:
             num_prompt, max_tokens = len(request.prompt_token_ids), request.params.max_tokens
             self.metrics.record_finished(request.dp_rank, completion.stats, reason, num_prompt, max_tokens)
 
     def _forget(self, request: _Request) -> None:
         del self._requests[request.request_id]
-        if self.metrics is not None:
+        if self.metrics is not None and request.dp_rank is not None:
             longest = max(len(completion.token_ids) for completion in request.completions)
             self.metrics.record_request(request.dp_rank, request.params, longest)
 

@@ -26,9 +26,10 @@ from vllm.distributed import parallel_state
 from vllm.distributed.parallel_state import GroupCoordinator, get_tp_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
+from vllm.v1.debug import watchdog
 from vllm.v1.engine.channel import Channel, Waker, connect
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.engine.launch import FRONT_END, die_with_the_agent
+from vllm.v1.engine.launch import FRONT_END, die_with_the_agent, leave
 from vllm.v1.engine.messages import Alive, Failed, Hello, Message, Outputs, Ready, params_from_the_wire
 from vllm.v1.engine.protocol import Commands, RankProtocol, Silence
 from vllm.v1.metrics.stats import rank_stats
@@ -81,7 +82,7 @@ class Rank:
             now = time.monotonic()
             if now >= next_tick:
                 next_tick = now + _TICK_S
-                self.channel.send(Alive(), self.is_ready)
+                self.channel.send(Alive(watchdog.waits_for()), self.is_ready)
                 if self._silence.silent(now):
                     self._lose(f"the front end has given no sign of life for {self._silence.bound:g} s")
             try:
@@ -224,3 +225,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+    leave(0)

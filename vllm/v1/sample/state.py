@@ -15,8 +15,7 @@ from vllm.kernels.reference_sampling import random_bits
 from vllm.v1.request import Request
 from vllm.v1.sample.metadata import AllowedTokens, Penalties, SamplingMetadata, TokenEntries
 from vllm.v1.structured_output import Matcher
-from vllm.v1.transfers import Staging, to_device
-from vllm.v1.worker.input_buffers import PersistentBuffer
+from vllm.v1.transfers import PersistentBuffer, Staging, to_device
 
 
 class _SeenTokens:

@@ -89,13 +89,21 @@ def _close_objects(schema: Any) -> None:
         schema.setdefault("additionalProperties", False)
 
 
+_making = threading.Lock()
+
+
+@functools.lru_cache(2)
+def _tokenizer_of(text: str, end: int) -> Any:
+    """llguidance's: threads with a copy of one tokenizer each share it."""
+    return _llguidance().LLTokenizer(text, n_vocab=end + 1, eos_token=end)
+
+
 class Grammars:
     """The grammars of one tokenizer, which ``load`` gives when the first request needs one: making llguidance's takes
     a second or so."""
 
     def __init__(self, load: Callable[[], Any]) -> None:
         self._load = load
-        self._lock = threading.Lock()
         self._made: Any = None
         self._pristine = functools.lru_cache(_NUM_KEPT)(self._make_matcher)
 
@@ -129,7 +137,7 @@ class Grammars:
 
     def _tokenizer(self) -> Any:
         """llguidance's, with an end of its own: which tokens end a request is each request's matter."""
-        with self._lock:
+        with _making:
             if self._made is None:
                 tokenizer = self._load()
                 if tokenizer is None:
@@ -150,7 +158,7 @@ class Grammars:
                 backend.add_special_tokens([_END])
                 end = backend.get_vocab_size() - 1
                 assert backend.token_to_id(_END) == end, f"{_END!r} is token {backend.token_to_id(_END)}, not {end}"
-                self._made = _llguidance().LLTokenizer(backend.to_str(), n_vocab=end + 1, eos_token=end)
+                self._made = _tokenizer_of(backend.to_str(), end)
             return self._made
 
     def _make_matcher(self, grammar: str) -> Any:

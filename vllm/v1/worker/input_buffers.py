@@ -13,74 +13,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 import torch
 
-from vllm.v1.transfers import Staging, is_host
-
-
-class PersistentBuffer:
-    """Host arrays, one for each of the sets of ``staging``, and their device tensor of ``rows`` rows; on CPU they are
-    the same memory."""
-
-    def __init__(
-        self, rows: int, dtype: torch.dtype, pad_value: int, staging: Staging, device: torch.device, width: int = 0
-    ) -> None:
-        shape = (rows, width) if width else (rows,)
-        self.pad_value, self.staging = pad_value, staging
-        self._hosts = [
-            torch.full(shape, pad_value, dtype=dtype, device="cpu", pin_memory=not is_host(device))
-            for _ in range(staging.num_sets)
-        ]
-        self._arrays = [host.numpy() for host in self._hosts]
-        self._is_shared = is_host(device)
-        self.device = self._hosts[0] if self._is_shared else self._hosts[0].to(device)
-
-    @property
-    def host(self) -> torch.Tensor:
-        """What this step wrote (by ``fill_columns``: side by side); it stays so until the second step after it."""
-        return self._hosts[self.staging.current]
-
-    @property
-    def array(self) -> np.ndarray:
-        """``host`` for writing, which only a step that is being prepared may do."""
-        assert self.staging.is_open, "a buffer is written outside InputBuffers.filling: a copy may be reading it"
-        return self._arrays[self.staging.current]
-
-    def fill(self, values: np.ndarray, num_padded: int) -> torch.Tensor:
-        """Rows [0, len(values)) from ``values``, rows up to ``num_padded`` padding; returns the device's view."""
-        num_unpadded, array = len(values), self.array
-        assert num_unpadded <= num_padded <= len(array), (
-            f"{num_unpadded} values, {num_padded} padded rows, {len(array)} rows in the buffer"
-        )
-        array[:num_unpadded] = values
-        array[num_unpadded:num_padded] = self.pad_value
-        return self.upload(num_padded)
-
-    def fill_columns(self, table: np.ndarray, rows: np.ndarray, num_columns: int, num_padded: int) -> torch.Tensor:
-        """As ``fill``, for ``table[rows, :num_columns]``; returns [num_padded, num_columns].
-
-        Nothing else crosses to the device, and its row stays where it is: columns further on hold what they held, so a
-        kernel that is given whole rows reads none past the blocks of a row's request.
-        """
-        num_unpadded, array = len(rows), self.array
-        assert num_unpadded <= num_padded <= len(array), (
-            f"{num_unpadded} rows, {num_padded} padded rows, {len(array)} rows in the buffer"
-        )
-        target = self.device[:num_padded, :num_columns]
-        if self._is_shared:
-            written = array[:num_padded, :num_columns]
-        else:  # side by side: a copy of pieces would go through memory that is not pinned, and the host wait for it
-            written = array.reshape(-1)[: num_padded * num_columns].reshape(num_padded, num_columns)
-        written[:num_unpadded] = table[rows, :num_columns]
-        written[num_unpadded:] = self.pad_value
-        if not self._is_shared:
-            packed = self.host.view(-1)[: num_padded * num_columns].view(num_padded, num_columns)
-            target.copy_(packed.to(target.device, non_blocking=True))
-        return target
-
-    def upload(self, num_rows: int) -> torch.Tensor:
-        """The device's view of rows [0, num_rows), as ``array`` has them."""
-        if not self._is_shared:
-            self.device[:num_rows].copy_(self.host[:num_rows], non_blocking=True)
-        return self.device[:num_rows]
+from vllm.v1.transfers import PersistentBuffer, Staging
 
 
 class InputBuffers:

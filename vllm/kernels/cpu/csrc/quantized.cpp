@@ -126,14 +126,14 @@ INLINE vf load_scales(const Quantized& q, const uint8_t* record, int j) {
   if (q.scale_dtype == BF16) return load((const bf16*)record + j * VL);
   return load((const fp16*)record + j * VL);
 }
-typedef int8_t vb __attribute__((vector_size(VL)));
+typedef int8_t vsb __attribute__((vector_size(VL)));
 INLINE vi load_bytes(const uint8_t* p) {
 #if defined(__AVX512F__) && defined(__AVX512BW__)
   return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
 #elif defined(__AVX2__) && defined(__FMA__)
   return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
 #else
-  return __builtin_convertvector(load_bits<vb>(p), vi);
+  return __builtin_convertvector(load_bits<vsb>(p), vi);
 #endif
 }
 INLINE vf load_byte_floats(const uint8_t* p) { return __builtin_convertvector(load_bytes(p), vf); }
@@ -647,7 +647,7 @@ void round_to_int8(const Quantized& q, const float* x, char* out) {
       for (int64_t k = 0; k < q.block; k += VL) {
         vf v = load(from + k);
         vi n = (vi)((whole ? v / splat(scale) : v * splat(inverse)) + magic) - (vi)magic;
-        store_bits(to + k, __builtin_convertvector(n, vb));
+        store_bits(to + k, __builtin_convertvector(n, vsb));
         total += n;
       }
     int32_t sum = 0;

@@ -35,7 +35,7 @@ class FusedMoE(nn.Module):
 
     With expert parallelism each EP rank holds whole experts: a run of them, the first ``E % ep`` ranks one more than
     the rest, which may be none, until ``distributed.eplb`` moves some; else every rank holds a TP slice of each expert.
-    ``expert_names(e)`` gives the checkpoint prefixes of expert e's gate, up and down projections.
+    ``projections``: an expert's gate, up and down ones in the checkpoint, where expert e is ``{prefix}.{e}``.
     ``bias_names``: those of all experts' biases, [E, 2 * I] with the elements of gate and up in turns, and [E, hidden].
     ``activation`` is that of ``ops.fused_experts``.
 
@@ -52,15 +52,15 @@ class FusedMoE(nn.Module):
         intermediate_size: int,
         dtype: torch.dtype,
         prefix: str,
-        expert_names: Callable[[int], tuple[str, str, str]],
         enable_expert_parallel: bool,
+        projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
         bias_names: tuple[str, str] | None = None,
         activation: str = "silu",
     ) -> None:
         super().__init__()
         self.router, self.num_experts = router, router.num_experts
         self.hidden_size, self.intermediate_size, self.dtype = hidden_size, intermediate_size, dtype
-        self.layer_name, self.expert_names = prefix, expert_names
+        self.layer_name, self.projections = prefix, projections
         ep, tp = get_ep_group(), get_tp_group()
         if enable_expert_parallel:
             owners = first_placement(self.num_experts, ep.world_size)
@@ -95,6 +95,9 @@ class FusedMoE(nn.Module):
         expert_map = torch.full((self.num_experts,), -1, dtype=torch.int32, device="cpu")
         expert_map[self.local_experts] = torch.arange(self.local_num_experts, dtype=torch.int32, device="cpu")
         self.expert_map.copy_(expert_map)
+
+    def expert_names(self, expert: int) -> list[str]:
+        return [f"{self.layer_name}.{expert}.{projection}" for projection in self.projections]
 
     def bytes_of(self, place: int) -> list[torch.Tensor]:
         """The memory of the expert in this rank's ``place``, as flat uint8 views."""

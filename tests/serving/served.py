@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A served engine on a tiny model, its processes, and what they must not leave behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import tiny_models as tiny
+
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+
+MODEL = "qwen3-moe"
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "max_model_len": 256,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 64,
+    "num_gpu_blocks_override": 64,
+}
+
+
+def start(tp: int, dp: int, options: dict[str, Any] | None = None, **settings: Any) -> AsyncLLM:
+    args = EngineArgs(
+        tiny.checkpoint(MODEL),
+        tensor_parallel_size=tp,
+        data_parallel_size=dp,
+        enable_expert_parallel=tp * dp > 1,
+        **{**SETTINGS, **settings},
+    )
+    return AsyncLLM.from_engine_args(args, **options or {})
+
+
+@contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def poisoned() -> dict[str, str]:
+    paths = [str(Path(__file__).with_name("poisoned_ranks")), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def greedy(max_tokens: int, **params: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, **params)
+
+
+def prompt(length: int, seed: int = 0) -> dict[str, list[int]]:
+    return {"prompt_token_ids": list(tiny.prompt(length, seed))}
+
+
+async def tokens(llm: Any, length: int, max_tokens: int, request_id: str, seed: int = 0, **options: Any) -> list[int]:
+    stream = llm.generate(prompt(length, seed), greedy(max_tokens), request_id, **options)
+    *_, last = [output async for output in stream]
+    assert last.finished
+    return list(last.outputs[0].token_ids)
+
+
+async def until(condition: Any, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come about"
+        await asyncio.sleep(0.01)
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        found += [int(child) for child in (task / "children").read_text().split()]
+    return found
+
+
+def processes(llm: AsyncLLM) -> dict[str, int]:
+    """``agent``, and ``rank 0`` and so on, → process id."""
+    agent = llm.ranks._agent.process.pid
+    found = {"agent": agent}
+    for pid in children(agent):
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        found |= {f"rank {int(v[5:])}": pid for v in variables if v.startswith(b"RANK=")}
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def remains() -> set[str]:
+    """What an engine could leave on this machine."""
+    return {str(path) for folder in ("/dev/shm", "/tmp") for path in Path(folder).glob("*torch*")}

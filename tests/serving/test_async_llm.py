@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that come and go at ranks that are processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import served
+import tiny_models as tiny
+
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM, arguments_as_json
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+pytestmark = pytest.mark.multiprocess
+LENGTHS = (3, 9, 17, 40, 70)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((1, 1), id="1x1"),
+        pytest.param((1, 2), id="1x2", marks=pytest.mark.slow),
+        pytest.param((2, 2), id="2x2"),
+    ],
+)
+def llm(request: pytest.FixtureRequest) -> Iterator[AsyncLLM]:
+    before = served.remains()
+    with served.environment(**served.poisoned()):
+        llm = served.start(*request.param)
+    pids = served.processes(llm)
+    assert len(pids) == 1 + request.param[0] * request.param[1]
+    yield llm
+    llm.shutdown(5)
+    assert llm.ranks.dead is None
+    assert not [name for name, pid in pids.items() if served.alive(pid)]
+    assert served.remains() == before
+    with pytest.raises(EngineDeadError, match="shut"):
+        asyncio.run(served.tokens(llm, 5, 3, "late"))
+
+
+def test_tokens_are_transformers_while_others_come_and_go(llm: AsyncLLM) -> None:
+    chance = random.Random(5)
+
+    async def client(number: int) -> None:
+        await asyncio.sleep(chance.random() * 0.5)
+        length, count, leaves = chance.choice(LENGTHS), chance.randint(1, 30), chance.random() < 0.3
+        expected = list(tiny.greedy(served.MODEL, tiny.prompt(length), 30))[:count]
+        stream = llm.generate(served.prompt(length), served.greedy(count), f"client-{number}")
+        got: list[int] = []
+        async for output in stream:
+            got = list(output.outputs[0].token_ids)
+            assert got == expected[: len(got)]
+            if leaves and len(got) > count // 2:
+                break
+        await stream.aclose()
+        assert leaves or got == expected
+
+    async def many() -> None:
+        await asyncio.gather(*[client(number) for number in range(48)])
+        await served.until(lambda: all(stats["running"] == stats["waiting"] == 0 for stats in llm.stats()))
+
+    asyncio.run(many())
+    assert not llm.ranks.protocol.requests
+    assert not llm._clients
+    assert all(stats["kv_usage"] == 0 for stats in llm.stats())
+
+
+def test_kinds_of_output(llm: AsyncLLM) -> None:
+    expected = list(tiny.greedy(served.MODEL, tiny.prompt(9), 12))
+
+    async def outputs(kind: RequestOutputKind) -> list[list[int]]:
+        params = served.greedy(12, output_kind=kind)
+        return [
+            list(output.outputs[0].token_ids)
+            async for output in llm.generate(served.prompt(9), params, f"kind-{kind.name}")
+        ]
+
+    async def all_kinds() -> None:
+        assert await outputs(RequestOutputKind.FINAL_ONLY) == [expected]
+        assert (await outputs(RequestOutputKind.CUMULATIVE))[-1] == expected
+        parts = await outputs(RequestOutputKind.DELTA)
+        assert [token for part in parts for token in part] == expected
+        assert len(parts) == 12
+
+    asyncio.run(all_kinds())
+
+
+def test_several_completions_and_their_seeds(llm: AsyncLLM) -> None:
+    async def draw(request_id: str) -> list[tuple[int, ...]]:
+        params = SamplingParams(n=3, seed=7, max_tokens=8, ignore_eos=True, detokenize=False)
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        found = [output async for output in llm.generate(served.prompt(9), params, request_id)]
+        assert len(found) == 1
+        return [tuple(completion.token_ids) for completion in found[0].outputs]
+
+    first, second = asyncio.run(draw("one")), asyncio.run(draw("two"))
+    assert first == second
+    assert len(set(first)) == 3
+
+
+def test_parameters_reach_the_sampler(llm: AsyncLLM) -> None:
+    expected = tiny.greedy(served.MODEL, tiny.prompt(9), 4)
+
+    async def first_token(**params: Any) -> int:
+        one = served.greedy(1, **params)
+        found = [output async for output in llm.generate(served.prompt(9), one, f"params-{len(params)}-{params}")]
+        return found[-1].outputs[0].token_ids[0]
+
+    async def check() -> None:
+        assert await first_token() == expected[0]
+        assert await first_token(allowed_token_ids=[77]) == 77
+        assert await first_token(logit_bias={91: 100.0}) == 91
+        params = served.greedy(4, logprobs=2, prompt_logprobs=1)
+        *_, last = [output async for output in llm.generate(served.prompt(9), params, "logprobs")]
+        assert [len(entry) for entry in last.outputs[0].logprobs] == [2] * 4
+        assert last.prompt_logprobs is not None
+        assert len(last.prompt_logprobs) == 9
+
+    asyncio.run(check())
+
+
+def test_a_pinned_request_runs_on_its_rank(llm: AsyncLLM) -> None:
+    async def check() -> None:
+        num_ranks = len(llm.stats())
+        for rank in range(num_ranks):
+            before = [stats.get("generation_tokens", 0) for stats in llm.stats()]
+            await served.tokens(llm, 5, 6, f"pinned-{rank}", data_parallel_rank=rank)
+            await served.until(lambda: llm.stats()[rank]["running"] == 0)  # noqa: B023
+            after = [stats.get("generation_tokens", 0) for stats in llm.stats()]
+            assert [b - a for a, b in zip(before, after, strict=True)] == [6 * (r == rank) for r in range(num_ranks)]
+        with pytest.raises(ValueError, match=f"there are ranks 0 to {num_ranks - 1}"):
+            await served.tokens(llm, 5, 6, "nowhere", data_parallel_rank=num_ranks)
+
+    asyncio.run(check())
+
+
+def test_a_bad_request_costs_its_sender_only(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = list(tiny.greedy(served.MODEL, tiny.prompt(17), 40))
+
+    async def check() -> None:
+        good = [asyncio.create_task(served.tokens(llm, 17, 40, f"good-{i}")) for i in range(4)]
+        await served.until(lambda: len(llm.ranks.protocol.requests) == 4)
+        with pytest.raises(ValueError, match="max_model_len=256"):
+            await served.tokens(llm, 300, 2, "too long")
+        with pytest.raises(ValueError, match="vocabulary"):
+            async for _ in llm.generate({"prompt_token_ids": [10**6]}, served.greedy(2), "no token"):
+                pass
+        with pytest.raises(NotImplementedError, match="priority"):
+            await served.tokens(llm, 5, 2, "urgent", priority=1)
+        # What no check of the front end finds comes back from the rank.
+        process = llm.input_processor.process_inputs
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                llm.input_processor,
+                "process_inputs",
+                lambda *args: dataclasses.replace(process(*args), prompt_token_ids=[]),
+            )
+            with pytest.raises(ValueError, match="prompt of 0 tokens"):
+                await served.tokens(llm, 5, 2, "empty")
+        assert await asyncio.gather(*good) == [expected] * 4
+
+    asyncio.run(check())
+
+
+def test_whoever_leaves_frees_its_place(llm: AsyncLLM) -> None:
+    async def check() -> None:
+        async def read(request_id: str) -> None:
+            async for _ in llm.generate(served.prompt(9), served.greedy(200), request_id):
+                started.set()
+
+        for how in ("cancelled", "aborted"):
+            started = asyncio.Event()
+            task = asyncio.create_task(read(how))
+            await started.wait()
+            if how == "cancelled":
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            else:
+                await llm.abort(how)
+                with pytest.raises(EngineGenerateError, match="aborted"):
+                    await task
+            await served.until(lambda: all(stats["running"] == stats["kv_usage"] == 0 for stats in llm.stats()))
+            assert await served.tokens(llm, 9, 3, how) == list(tiny.greedy(served.MODEL, tiny.prompt(9), 3))
+
+    asyncio.run(check())
+
+
+def test_ids_in_use_are_refused(llm: AsyncLLM) -> None:
+    async def check() -> None:
+        task = asyncio.create_task(served.tokens(llm, 9, 60, "same"))
+        await served.until(lambda: "same" in llm.ranks.protocol.requests)
+        with pytest.raises(ValueError, match="'same' is in use"):
+            await served.tokens(llm, 5, 2, "same")
+        assert len(await task) == 60
+
+    asyncio.run(check())
+
+
+def test_idle_ranks_sleep_and_wake_at_once(llm: AsyncLLM) -> None:
+    pids = [pid for name, pid in served.processes(llm).items() if name != "agent"]
+    if len(pids) == 1:
+        pytest.skip("several ranks do more while idle")
+
+    async def check() -> None:
+        await served.tokens(llm, 5, 2, "before")
+        await served.until(lambda: all(stats["running"] == 0 for stats in llm.stats()))
+        await asyncio.sleep(6)  # the watchdog looks less often by then
+        steps, used = [stats["steps"] for stats in llm.stats()], [served.cpu_seconds(pid) for pid in pids]
+        await asyncio.sleep(4)
+        assert [stats["steps"] for stats in llm.stats()] == steps
+        shares = [(served.cpu_seconds(pid) - before) / 4 for pid, before in zip(pids, used, strict=True)]
+        assert max(shares) <= 0.011, f"idle ranks use {shares} of a core"
+        waits = []
+        for number in range(5):
+            await asyncio.sleep(0.3)
+            began = time.perf_counter()
+            await served.tokens(llm, 3, 1, f"wake-{number}")
+            waits.append(time.perf_counter() - began)
+        assert statistics.median(waits) < 1.0, f"from idle to the first token: {waits} s"
+        print(f"idle share {max(shares):.4f}, idle to first token {statistics.median(waits):.4f} s")
+
+    asyncio.run(check())
+
+
+def test_what_only_this_process_has_is_refused() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    given = arguments_as_json(EngineArgs("m", max_model_len="1k", dtype=tiny.torch.float32, hf_overrides={"a": 1}))
+    assert given == {"model": "m", "max_model_len": 1000, "dtype": "float32", "hf_overrides": {"a": 1}}
+    with pytest.raises(ValueError, match=r"hf_overrides=.*is a function"):
+        arguments_as_json(EngineArgs("m", hf_overrides=lambda config: config))

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm serve`` as its users start and end it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import served
+import tiny_models as tiny
+from entrypoints.engine_fakes import byte_tokenizer
+from launcher import free_port
+
+from vllm.engine.arg_utils import EngineArgs, help_texts
+from vllm.entrypoints.cli import serve
+from vllm.entrypoints.openai.cli_args import FrontendArgs
+from vllm.v1.engine.launch import Launch
+
+SERVE = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+
+
+# --- options
+
+
+def test_every_argument_has_a_help_text() -> None:
+    texts = help_texts(EngineArgs)
+    assert [f.name for f in dataclasses.fields(EngineArgs) if not texts.get(f.name)] == []
+    shown = " ".join(serve.make_parser().format_help().split())
+    assert "most tokens of one request, prompt and output" in shown
+    assert "--max-restarts" in shown
+
+
+def test_options_of_a_file_give_way_to_the_command_line(tmp_path: Path) -> None:
+    config = tmp_path / "serve.yaml"
+    config.write_text(
+        "model: of-the-file\ntensor-parallel-size: 2\nenable_expert_parallel: true\nenforce-eager: false\n"
+        "hf-overrides: {a: 1}\nport: 81\nmax-model-len: 2k\napi-key: [one, two]\nheadless: true\n"
+    )
+    args = serve.parse(["--config", str(config), "--port", "82"])
+    assert (args.port, args.headless, args.max_restarts) == (82, True, 0)
+    engine_args, frontend = EngineArgs.from_cli_args(args), FrontendArgs.from_cli_args(args)
+    assert (engine_args.model, engine_args.tensor_parallel_size, engine_args.max_model_len) == ("of-the-file", 2, 2000)
+    assert (engine_args.enable_expert_parallel, engine_args.enforce_eager) == (True, False)
+    assert engine_args.hf_overrides == {"a": 1}
+    assert frontend.api_key == ["one", "two"]
+    assert EngineArgs.from_cli_args(serve.parse(["mine", "--config", str(config)])).model == "mine"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tensor-paralel-size: 2", "no option 'tensor_paralel_size'; did you mean 'tensor_parallel_size'"),
+        ("- a\n- b", "holds no names with values"),
+        ("a: [", "serve.yaml"),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str) -> None:
+    config = tmp_path / "serve.yaml"
+    config.write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        serve.parse(["--config", str(config)])
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_ranks": 3, "nnodes": 2}, "3 ranks"),
+        ({"num_ranks": 2, "nnodes": 2, "node_rank": 2}, "node_rank=2"),
+        ({"num_ranks": 2, "max_restarts": -1}, "max_restarts=-1"),
+    ],
+)
+def test_impossible_launches_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Launch({}, **options)
+
+
+def test_a_port_in_use_is_said_before_the_engine_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code = serve.main([tiny.checkpoint(served.MODEL), "--host", "127.0.0.1", "--port", str(port)])
+    assert code == 2
+    assert f"--port {port}: Address already in use" in capsys.readouterr().err
+
+
+def test_the_server_is_on_the_first_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve.main(["m", "--nnodes", "2", "--node-rank", "1"]) == 2
+    assert "add --headless" in capsys.readouterr().err
+
+
+# --- a server
+
+
+OPTIONS = [
+    f"--{name.replace('_', '-')}={value}" for name, value in served.SETTINGS.items() if name != "skip_tokenizer_init"
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model with a tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=260,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@contextlib.contextmanager
+def server(model: str, *more: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    port = free_port()
+    process = subprocess.Popen(
+        [*SERVE, model, "--host", "127.0.0.1", "--port", str(port), *OPTIONS, *more],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        wait_for_server(process, port)
+        yield process, port
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_for_server(process: subprocess.Popen[str], port: int, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(OSError):
+            if call(port, "GET", "/health")[0] == 200:
+                return
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < end, "the server does not come up"
+        time.sleep(0.2)
+
+
+def call(port: int, method: str, path: str, body: Any = None) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request(method, path, json.dumps(body), {"content-type": "application/json"})
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+    finally:
+        connection.close()
+
+
+def completion(length: int, max_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt": list(tiny.prompt(length)),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+
+
+@pytest.mark.multiprocess
+def test_sigterm_drains_and_ends_well(model: str) -> None:
+    """One request is under way when the signal comes: it ends as if nothing were, later ones find no server."""
+    with server(model, "--shutdown-timeout", "30") as (process, port):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        body = json.dumps({**completion(9, 200), "stream": True})
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        response = connection.getresponse()
+        first = response.readline()
+        pids = served.children(process.pid)
+        process.send_signal(signal.SIGTERM)
+        rest = response.read().decode()
+        assert first.startswith(b"data: {")
+        assert rest.rstrip().endswith("data: [DONE]")
+        assert rest.count("data: {") >= 190
+        assert process.wait(30) == 0
+        assert not [pid for pid in pids if served.alive(pid)]
+        with pytest.raises(OSError):
+            call(port, "GET", "/health")
