@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 
 import pytest
-import tiny_gguf
 import tiny_models as tiny
 import tiny_quantised as quantised
 import torch
@@ -155,21 +154,4 @@ def test_codes_for_what_the_engine_quantises():
     llm = tiny.make_llm("llama", quantization="int8")
     with pytest.raises(ValueError, match=rf"{Q}\.weight: given as torch.int8"):
         model_of(llm).load_weights([(f"{Q}.weight", torch.zeros(64, 64, dtype=torch.int8))])
-    llm.shutdown()
-
-
-GGUF = "q4_0:llama"
-
-
-def test_what_a_gguf_file_holds_stays():
-    llm = quantised.make_llm("", model=tiny_gguf.checkpoint(GGUF), max_model_len=256)
-    prompt, told = tiny.prompt(9), "load an unquantised checkpoint, with quantization='fp8' or 'int8' or without"
-    up = "model.layers.0.mlp.down_proj.weight"
-    shape = next(spec.shape for spec in model_of(llm).weight_specs() if spec.name == up)
-    with pytest.raises(ValueError, match=rf"{up} is held quantised, and came in torch.float32; {told}"):
-        model_of(llm).load_weights([(up, torch.zeros(shape))])
-    with pytest.raises(ValueError, match=rf"weights, held as a GGUF file has them, cannot be dropped.*{told}"):
-        llm.sleep(level=2)
-    assert not llm.is_sleeping()
-    assert tiny.tokens(tiny.generate(llm, [prompt], 6)) == [tiny_gguf.greedy(GGUF, prompt, 6)]
     llm.shutdown()
