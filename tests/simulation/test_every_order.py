@@ -22,7 +22,7 @@ HELD_AND_TOO_LARGE = [Job("a", tokens=2), Job("b", 1, hold=2), Job("c", blocks=3
 FULL_POOL = [Job("a", tokens=2, blocks=2), Job("b", blocks=2), Job("c", 1)]
 ONE_GROUP = [Job("a"), Job("b"), Job("a")]
 
-# States of a search: at least so many, or it has lost events. All together 500 thousand, in the slow ones 1.5 million.
+# States of a search: at least so many, or it has lost events. All together 530 thousand, in the slow ones 1.9 million.
 SEARCHES = {
     "DP 2, an id used again": (Script(DP2, ABA, aborts=1, stop=True), 40_000),
     "DP 2, held, too large, a duplicate": (
