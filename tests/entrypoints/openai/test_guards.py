@@ -171,6 +171,7 @@ def test_unknown_paths_and_methods(server: Server):
     for method, path, status in (
         ("GET", "/v1/nothing", 404),
         ("POST", "/nothing", 404),
+        ("POST", "/", 405),
         ("GET", "/../etc/passwd", 404),
         ("GET", "/v1/models/other", 404),
         ("GET", COMPLETIONS, 405),
