@@ -7,7 +7,6 @@ import asyncio
 import atexit
 import dataclasses
 import time
-import weakref
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -61,14 +60,7 @@ class AsyncLLM:
         # One thread: the tokenizer is not made for several.
         self._tokenising = ThreadPoolExecutor(1, "vllm-tokenise")
         self.ranks = RankClient(launch, vllm_config.parallel_config.tensor_parallel_size, self._hand_out)
-        # Not the bound method: the engine must end with its last user.
-        me = weakref.ref(self)
-
-        def leave() -> None:
-            if (llm := me()) is not None:
-                llm.shutdown(0)
-
-        self._at_exit = atexit.register(leave)
+        atexit.register(self.shutdown, 0)
         try:
             self.ranks.start()
         except BaseException:
@@ -258,14 +250,14 @@ class AsyncLLM:
         return None if self.ranks.dead is None else EngineDeadError(self.ranks.dead)
 
     async def check_health(self) -> None:
-        """Raises ``EngineDeadError`` where the engine is lost, or its ranks are being started again."""
-        if self.ranks.dead is not None:
-            raise EngineDeadError(self.ranks.dead)
+        """Raises ``EngineDeadError`` where the engine is lost or shut down, or its ranks are being started again."""
+        if self.ranks.dead is not None or self.ranks.has_ended:
+            raise EngineDeadError(self.ranks.dead or "the engine was shut down")
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Take no more requests, let those that run end for ``timeout`` seconds (None: as long as they take), and
         return when all processes have gone. Blocks; again it does nothing."""
-        atexit.unregister(self._at_exit)
+        atexit.unregister(self.shutdown)
         self.ranks.shutdown(timeout)
         self._tokenising.shutdown(wait=False)
 
