@@ -43,7 +43,13 @@ async def drill(llm: AsyncLLM, again: bool) -> None:
 
 def main() -> None:
     max_restarts = int(sys.argv[1])
-    llm = served.start(1, 2, {"max_restarts": max_restarts})
+    options: dict[str, Any] = {"max_restarts": max_restarts}
+    if len(sys.argv) > 2:
+        options |= {"nnodes": 2, "master_addr": sys.argv[2]}
+        say(settings=served.arguments(1, 2))
+    llm = served.start(1, 2, options)
+    if len(sys.argv) > 2:
+        say(tokens=asyncio.run(served.tokens(llm, 9, 5, "first")))
     asyncio.run(drill(llm, bool(max_restarts)))
     llm.shutdown(5)
     say(health=llm.ranks.dead)

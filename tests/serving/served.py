@@ -28,15 +28,13 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def start(tp: int, dp: int, options: dict[str, Any] | None = None, **settings: Any) -> AsyncLLM:
-    args = EngineArgs(
-        tiny.checkpoint(MODEL),
-        tensor_parallel_size=tp,
-        data_parallel_size=dp,
-        enable_expert_parallel=tp * dp > 1,
-        **{**SETTINGS, **settings},
-    )
-    return AsyncLLM.from_engine_args(args, **options or {})
+def arguments(tp: int, dp: int) -> dict[str, Any]:
+    sizes = {"tensor_parallel_size": tp, "data_parallel_size": dp, "enable_expert_parallel": tp * dp > 1}
+    return {"model": tiny.checkpoint(MODEL), **sizes, **SETTINGS}
+
+
+def start(tp: int, dp: int, options: dict[str, Any] | None = None) -> AsyncLLM:
+    return AsyncLLM.from_engine_args(EngineArgs(**arguments(tp, dp)), **options or {})
 
 
 @contextmanager

@@ -61,7 +61,7 @@ def test_options_of_a_file_give_way_to_the_command_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("tensor-paralel-size: 2", "no option 'tensor_paralel_size'; did you mean 'tensor_parallel_size'"),
+        ("tensor-paralel-size: 2", "no option 'tensor_paralel_size'; the nearest is 'tensor_parallel_size'"),
         ("- a\n- b", "holds no names with values"),
         ("a: [", "serve.yaml"),
     ],
@@ -192,7 +192,7 @@ def test_sigterm_drains_and_ends_well(model: str) -> None:
         rest = response.read().decode()
         assert first.startswith(b"data: {")
         assert rest.rstrip().endswith("data: [DONE]")
-        assert rest.count("data: {") >= 190
+        assert '"finish_reason":"length"' in rest
         assert process.wait(30) == 0
         assert not [pid for pid in pids if served.alive(pid)]
         with pytest.raises(OSError):

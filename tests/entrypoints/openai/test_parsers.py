@@ -143,7 +143,7 @@ FRAGMENTS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     maker=st.sampled_from(sorted(MAKE)),
     text=st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join),

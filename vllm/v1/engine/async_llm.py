@@ -7,7 +7,6 @@ import asyncio
 import atexit
 import dataclasses
 import time
-import weakref
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -61,14 +60,7 @@ class AsyncLLM:
         # One thread: the tokenizer is not made for several.
         self._tokenising = ThreadPoolExecutor(1, "vllm-tokenise")
         self.ranks = RankClient(launch, vllm_config.parallel_config.tensor_parallel_size, self._hand_out)
-        # Not the bound method: the engine must end with its last user.
-        me = weakref.ref(self)
-
-        def leave() -> None:
-            if (llm := me()) is not None:
-                llm.shutdown(0)
-
-        self._at_exit = atexit.register(leave)
+        atexit.register(self.shutdown, 0)
         try:
             self.ranks.start()
         except BaseException:
@@ -143,7 +135,8 @@ class AsyncLLM:
         arrival_time = time.time()
         await self.check_health()
         arguments = (prompt, sampling_params, tokenization_kwargs)
-        if isinstance(prompt, str) or (isinstance(prompt, Mapping) and "prompt_token_ids" not in prompt):
+        takes_long = getattr(sampling_params, "structured_outputs", None) is not None or isinstance(prompt, str)
+        if takes_long or (isinstance(prompt, Mapping) and "prompt_token_ids" not in prompt):
             loop = asyncio.get_running_loop()
             checked = await loop.run_in_executor(self._tokenising, self.input_processor.process_inputs, *arguments)
         else:
@@ -257,14 +250,14 @@ class AsyncLLM:
         return None if self.ranks.dead is None else EngineDeadError(self.ranks.dead)
 
     async def check_health(self) -> None:
-        """Raises ``EngineDeadError`` where the engine is lost, or its ranks are being started again."""
-        if self.ranks.dead is not None:
-            raise EngineDeadError(self.ranks.dead)
+        """Raises ``EngineDeadError`` where the engine is lost or shut down, or its ranks are being started again."""
+        if self.ranks.dead is not None or self.ranks.has_ended:
+            raise EngineDeadError(self.ranks.dead or "the engine was shut down")
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Take no more requests, let those that run end for ``timeout`` seconds (None: as long as they take), and
         return when all processes have gone. Blocks; again it does nothing."""
-        atexit.unregister(self._at_exit)
+        atexit.unregister(self.shutdown)
         self.ranks.shutdown(timeout)
         self._tokenising.shutdown(wait=False)
 

@@ -96,6 +96,10 @@ class Waker:
         with contextlib.suppress(BlockingIOError):  # full: it will wake
             os.write(self._writer, b"\0")
 
+    def __del__(self) -> None:  # not before: others may wake at any time
+        os.close(self._reader)
+        os.close(self._writer)
+
     def clear(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self._reader, 1 << 12)

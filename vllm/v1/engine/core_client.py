@@ -54,6 +54,7 @@ class RankClient:
         self.ready: Ready | None = None
         self._attempt, self._waker = 0, Waker()
         self._strangers: list[Channel] = []
+        self._greeting = threading.Semaphore(len(self.places) + 16)
         self._changed = threading.Condition(self.lock)
         self._begin()
         self._thread = threading.Thread(target=self._run, name="vllm-engine-client", daemon=True)
@@ -93,6 +94,8 @@ class RankClient:
         """Take no more requests, let those that run end for ``timeout`` seconds (None: as long as they take), and
         return when all processes are gone."""
         with self.lock:
+            if self.has_ended:
+                return
             if self.is_running:
                 self.carry_out(self.protocol.stop())
             else:
@@ -118,6 +121,7 @@ class RankClient:
         with contextlib.ExitStack() as stack:
             self._selector = stack.enter_context(selectors.DefaultSelector())
             listener = stack.enter_context(socket.create_server((host, 0), backlog=len(self.places)))
+            listener.setblocking(False)
             front_end = {"host": host, "port": listener.getsockname()[1], "key": key.hex()}
             self._agent = Agent(self.launch, {**front_end, "silence_s": self.launch.silence_s})
             self._agent_silence: Silence | None = None
@@ -157,7 +161,13 @@ class RankClient:
                         found.data()
 
     def _welcome(self, listener: socket.socket, key: bytes) -> None:
-        connected, _ = listener.accept()
+        try:
+            connected, _ = listener.accept()
+        except OSError:  # it has gone again
+            return
+        if not self._greeting.acquire(blocking=False):
+            connected.close()
+            return
 
         def greet() -> None:
             try:
@@ -165,6 +175,8 @@ class RankClient:
             except Exception as error:
                 logger.warning("refused a connection that does not have the engine's key: %r", error)
                 return
+            finally:
+                self._greeting.release()
             with self.lock:
                 self._strangers.append(channel)
             self._waker.wake()

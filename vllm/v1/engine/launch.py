@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -27,6 +29,7 @@ FRONT_END = "_VLLM_FRONT_END"
 _AGENT = "_VLLM_AGENT"
 _ALIVE, KILL_RANKS = b"\0", b"k"
 _PR_SET_PDEATHSIG = 1
+_SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,10 @@ def run_agent(launch: Launch) -> int:
     from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
     os.environ[_AGENT] = str(os.getpid())
-    single = launch.nnodes == 1
+    single, address = launch.nnodes == 1, "127.0.0.1"
+    if not single:
+        address, interface = own_address(launch)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # by the host's name it may find the loopback
     config = LaunchConfig(
         min_nodes=launch.nnodes,
         max_nodes=launch.nnodes,
@@ -118,7 +124,7 @@ def run_agent(launch: Launch) -> int:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0" if single else f"{launch.master_addr}:{launch.master_port}",
         rdzv_configs={"timeout": 900} if single else {"timeout": 900, "is_host": str(launch.node_rank == 0)},
-        local_addr="127.0.0.1" if single else None,
+        local_addr=address,
         max_restarts=launch.max_restarts,
         monitor_interval=0.25,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # else it leaves a folder in /tmp
@@ -132,6 +138,22 @@ def run_agent(launch: Launch) -> int:
         print(f"vllm: rank {rank} (process {failure.pid}) ended first, with code {failure.exitcode}", file=sys.stderr)
         return 1
     return 0
+
+
+def own_address(launch: Launch) -> tuple[str, str]:
+    """By what address the other machines see this one, and its network interface."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((launch.master_addr, launch.master_port))
+        except OSError as error:
+            raise ValueError(f"master_addr={launch.master_addr!r} cannot be reached from here: {error}") from error
+        address = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # without an address
+                asked = struct.pack("256s", name.encode()[:15])
+                if socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, asked)[20:24]) == address:
+                    return address, name
+    raise ValueError(f"no network interface has the address {address}, by which {launch.master_addr!r} is reached")
 
 
 def _follow(front: socket.socket, silence_s: float, parent: int) -> None:
