@@ -82,6 +82,7 @@ VARIABLES: dict[str, tuple[Callable[[], Any], str]] = {
         _number("VLLM_SILENCE_TIMEOUT_S", 8.0),
         "seconds after which a silent process of a served engine is taken for dead",
     ),
+    "VLLM_PLACEMENT_TIMEOUT_S": (_number("VLLM_PLACEMENT_TIMEOUT_S", 60.0), "seconds that Ray gets to place the ranks"),
     "VLLM_TRACE_COLLECTIVES": (_text("VLLM_TRACE_COLLECTIVES"), "1 prints each; a folder gets vllm doctor's ledgers"),
     "VLLM_CHECK_COLLECTIVES": (_switch("VLLM_CHECK_COLLECTIVES", False), "compare each between ranks before it runs"),
     "VLLM_HOST_IP": (_text("VLLM_HOST_IP"), "this machine's address as get_ip() gives it; empty = by its routes"),

@@ -205,7 +205,7 @@ def test_compilation_config(tiny_llama: Path, given, expected):
         {"compilation_config": {"backend": "inductor"}},
         {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}},
         {"kv_cache_dtype": "fp8_e5m2"},
-        {"distributed_executor_backend": "ray"},
+        {"distributed_executor_backend": "mp"},
         {"async_scheduling": True},
     ],
 )

@@ -26,10 +26,10 @@ class ParallelConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: give 1 or more")
         if self.eplb_step_interval is not None and not self.enable_expert_parallel:
             raise ValueError("enable_eplb=True moves experts between ranks: it needs enable_expert_parallel=True")
-        if self.distributed_executor_backend not in (None, "external_launcher", "uni"):
+        if self.distributed_executor_backend not in (None, "external_launcher", "uni", "ray"):
             raise NotImplementedError(
                 f"distributed_executor_backend={self.distributed_executor_backend!r} is not supported: start the ranks "
-                "with torchrun and pass 'external_launcher'"
+                "with torchrun and pass 'external_launcher', or serve with 'ray'"
             )
 
     @property

@@ -219,7 +219,8 @@ class EngineArgs:
       ``auto`` or −1 as much of that as the KV cache holds. Counts may be text: ``32k`` is 32,000, ``32K`` 32,768; so
       with m, g, t and M, G, T.
     - ``cudagraph_capture_sizes``: numbers of rows that steps are padded to.
-    - ``distributed_executor_backend``: ``external_launcher`` where several engines share a launcher.
+    - ``distributed_executor_backend``: ``external_launcher`` where several engines share a launcher; ``ray`` to serve
+      with ranks that Ray places on its machines.
     - ``tensor_parallel_size``: ranks that share each layer.
     - ``data_parallel_size``: groups of such ranks, each with requests of its own.
     - ``enable_expert_parallel``: each rank holds whole experts, a share of them.

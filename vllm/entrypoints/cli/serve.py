@@ -132,6 +132,8 @@ def _run_headless(engine_args: EngineArgs, nodes: dict[str, Any], max_restarts: 
     from vllm.v1.engine.async_llm import make_launch
     from vllm.v1.engine.launch import run_agent
 
+    if engine_args.distributed_executor_backend == "ray":
+        raise ValueError("--headless with Ray, which starts the ranks of all machines: there, run `ray start` alone")
     return run_agent(make_launch(engine_args, engine_args.create_engine_config(), max_restarts=max_restarts, **nodes))
 
 

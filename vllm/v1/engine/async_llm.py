@@ -27,6 +27,7 @@ from vllm.v1.engine.launch import Launch
 from vllm.v1.engine.messages import Add, params_on_the_wire
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.engine.protocol import Effects
+from vllm.v1.engine.ray_launch import check_installed
 from vllm.v1.metrics.engine_metrics import EngineMetrics
 
 
@@ -261,6 +262,8 @@ def _deliver(outputs: list[tuple[_Client, RequestOutput | Exception]]) -> None:
 
 
 def make_launch(engine_args: EngineArgs, config: VllmConfig, **options: Any) -> Launch:
+    if engine_args.distributed_executor_backend == "ray":
+        check_installed()
     return Launch(
         arguments_as_json(engine_args), config.parallel_config.world_size, silence_s=silence_timeout(), **options
     )

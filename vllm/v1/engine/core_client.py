@@ -7,6 +7,7 @@ One thread does all of it. It runs ``FrontProtocol``, under ``lock``, which whoe
 from __future__ import annotations
 
 import contextlib
+import re
 import secrets
 import selectors
 import socket
@@ -20,9 +21,10 @@ import msgspec
 
 from vllm import envs
 from vllm.logger import init_logger
+from vllm.utils.network_utils import get_ip
 from vllm.v1.engine.channel import Channel, Waker, accept
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.engine.launch import KILL_RANKS, Agent, Launch
+from vllm.v1.engine.launch import ALIVE, KILL_RANKS, REFUSED, Agent, Launch
 from vllm.v1.engine.messages import Alive, Failed, Hello, Outputs, Ready
 from vllm.v1.engine.protocol import Effects, FrontProtocol, Place, Silence
 
@@ -52,7 +54,7 @@ class RankClient:
         self.dead: str | None = None
         self.is_restarting = self.has_ended = False
         self.ready: Ready | None = None
-        self._attempt, self._waker = 0, Waker()
+        self._attempt, self._waker, self._agent_words = 0, Waker(), b""
         self._strangers: list[Channel] = []
         self._greeting = threading.Semaphore(len(self.places) + 16)
         self._changed = threading.Condition(self.lock)
@@ -66,16 +68,20 @@ class RankClient:
         self.rank_stats: list[dict[str, float]] = [{} for _ in range(num_dp)]
         self.rank_waits: dict[int, list[int]] = {}
         self._channels: dict[int, Channel] = {}
+        self._nodes: dict[int, str] = {}
         self._ready: set[int] = set()
 
     # --- for callers --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Returns when all ranks are ready; raises ``EngineDeadError`` where they will not be."""
+        """Returns when all ranks are ready; raises ``EngineDeadError`` where they will not be, ``ValueError`` where
+        they cannot be started as was asked."""
         self._thread.start()
         with self.lock:
             while not self.is_running and self.dead is None:
                 self._changed.wait()
+            if self._agent_words.startswith(REFUSED):
+                raise ValueError(self._agent_words[1:].decode())
             if self.dead is not None:
                 raise EngineDeadError(self.dead)
 
@@ -117,10 +123,13 @@ class RankClient:
 
     def _run(self) -> None:
         host = "127.0.0.1" if self.launch.nnodes == 1 else self.launch.master_addr
+        if self.launch.on_ray:
+            host = get_ip()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         key = secrets.token_bytes(32)
         with contextlib.ExitStack() as stack:
             self._selector = stack.enter_context(selectors.DefaultSelector())
-            listener = stack.enter_context(socket.create_server((host, 0), backlog=len(self.places)))
+            listener = stack.enter_context(socket.create_server((host, 0), family=family, backlog=len(self.places)))
             listener.setblocking(False)
             front_end = {"host": host, "port": listener.getsockname()[1], "key": key.hex()}
             self._agent = Agent(self.launch, {**front_end, "silence_s": self.launch.silence_s})
@@ -206,12 +215,14 @@ class RankClient:
 
     def _hear_agent(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            if self._agent.socket.recv(1 << 12):
+            if said := self._agent.socket.recv(1 << 12):
+                self._agent_words += said.replace(ALIVE, b"")
                 self._agent_silence = self._agent_silence or Silence(["agent"], self.launch.silence_s, time.monotonic())
                 self._agent_silence.heard("agent", time.monotonic())
             else:
                 self._selector.unregister(self._agent.socket)
-                self._lose(self._how_agent_ended() or "the agent that started the ranks has closed its channel")
+                words, how = self._agent_words[1:].decode(), self._how_agent_ended()
+                self._lose(words or how or "the agent that started the ranks has closed its channel")
 
     def _how_agent_ended(self) -> str | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -255,6 +266,8 @@ class RankClient:
             self._forget(channel)
             return None
         self._channels[hello.rank] = channel
+        if hello.node:
+            self._nodes[hello.rank] = hello.node
         self._selector.modify(channel, selectors.EVENT_READ, lambda: self._hear(channel, hello.rank))
         return hello.rank
 
@@ -296,14 +309,19 @@ class RankClient:
             and self._agent.process.poll() is None
         )
         again = "; its ranks are being started again, send the request anew" if self.is_restarting else ""
-        self.dead = f"the engine was lost: {effects.lost}{again}"
+        self.dead = f"the engine was lost: {self._with_nodes(effects.lost)}{again}"
         logger.error("%s", self.dead)
         effects.failed = dict.fromkeys(effects.failed, (self.dead, False))
         self._drop_channels()
         if self.is_restarting:
-            self._agent.tell(KILL_RANKS)
+            self._agent.tell(KILL_RANKS + b"%d;" % self._attempt)
         self.on_effects(effects, 0)
         self._changed.notify_all()
+
+    def _with_nodes(self, reason: str) -> str:
+        for rank, node in self._nodes.items():
+            reason = re.sub(rf"\brank {rank}\b(?! on node)", rf"\g<0> on node {node}", reason)
+        return reason
 
     def _forget(self, channel: Channel | None) -> None:
         if channel is not None:

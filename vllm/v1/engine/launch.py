@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -20,14 +22,19 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 # The front end's address and key, for the ranks that it starts; others ask the ranks' store.
 FRONT_END = "_VLLM_FRONT_END"
-_AGENT = "_VLLM_AGENT"
-_ALIVE, KILL_RANKS = b"\0", b"k"
+AGENT = "_VLLM_AGENT"
+# The name of a rank's machine, where its launcher tells it.
+NODE = "_VLLM_NODE"
+ALIVE, KILL_RANKS = b"\0", b"k"
+# The agent's last words, after one of these: what its front end raises as a ``ValueError``, or why the engine is lost.
+REFUSED, LOST = b"r", b"l"
 _PR_SET_PDEATHSIG = 1
 _SIOCGIFADDR = 0x8915
 
@@ -64,6 +71,12 @@ class Launch:
             )
         if self.max_restarts < 0:
             raise ValueError(f"max_restarts={self.max_restarts}: give 0 or more")
+        if self.on_ray and self.nnodes > 1:
+            raise ValueError(f"nnodes={self.nnodes} with Ray, which knows its machines: leave nnodes out")
+
+    @property
+    def on_ray(self) -> bool:
+        return self.engine_args.get("distributed_executor_backend") == "ray"
 
 
 def die_with(parent: int) -> None:
@@ -74,8 +87,8 @@ def die_with(parent: int) -> None:
 
 
 def die_with_the_agent() -> None:
-    if _AGENT in os.environ:
-        die_with(int(os.environ[_AGENT]))
+    if AGENT in os.environ:
+        die_with(int(os.environ[AGENT]))
 
 
 class Agent:
@@ -94,7 +107,7 @@ class Agent:
         )
         remote.close()
 
-    def tell(self, what: bytes = _ALIVE) -> None:
+    def tell(self, what: bytes = ALIVE) -> None:
         with contextlib.suppress(OSError):
             self.socket.send(what)
 
@@ -110,7 +123,7 @@ def run_agent(launch: Launch) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
-    os.environ[_AGENT] = str(os.getpid())
+    os.environ[AGENT] = str(os.getpid())
     single, address = launch.nnodes == 1, "127.0.0.1"
     if not single:
         address, interface = own_address(launch)
@@ -148,27 +161,35 @@ def own_address(launch: Launch) -> tuple[str, str]:
         except OSError as error:
             raise ValueError(f"master_addr={launch.master_addr!r} cannot be reached from here: {error}") from error
         address = probe.getsockname()[0]
+    if (name := interface_of(address)) is None:
+        raise ValueError(f"no network interface has the address {address}, by which {launch.master_addr!r} is reached")
+    return address, name
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface of this machine that has an IPv4 address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # without an address
                 asked = struct.pack("256s", name.encode()[:15])
                 if socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, asked)[20:24]) == address:
-                    return address, name
-    raise ValueError(f"no network interface has the address {address}, by which {launch.master_addr!r} is reached")
+                    return name
+    return None
 
 
-def _follow(front: socket.socket, silence_s: float, parent: int) -> None:
+def _follow(front: socket.socket, silence_s: float, parent: int, kill_ranks: Callable[[int], None]) -> None:
     """Say that the agent lives, and end it and all ranks once its front end does not."""
     now = time.monotonic()
     quiet_s = 0.0
     while True:
         with contextlib.suppress(BlockingIOError):
-            front.send(_ALIVE)
+            front.send(ALIVE)
         readable, _, _ = select.select([front], [], [], 1.0)
         before, now = now, time.monotonic()
         quiet_s = 0.0 if readable else quiet_s + min(now - before, 2.0)  # this process, too, may have been stopped
-        said = front.recv(1 << 12) if readable else _ALIVE
-        if KILL_RANKS in said:
-            _kill_children()
+        said = front.recv(1 << 12) if readable else ALIVE
+        for attempt in re.findall(KILL_RANKS + rb"(\d+);", said):
+            kill_ranks(int(attempt))
         if not said or quiet_s > silence_s:
             why = "has ended" if not said else f"has given no sign of life for {silence_s:g} s"
             os.write(2, f"vllm: the front end {why}: its ranks end\n".encode())
@@ -177,12 +198,14 @@ def _follow(front: socket.socket, silence_s: float, parent: int) -> None:
             os._exit(1)
 
 
-def _kill_children() -> None:
-    """All ranks at once, those too that are stopped and would answer no other signal."""
+def _kill_children(attempt: int) -> None:
+    """All ranks at once, those too that are stopped and would answer no other signal; not those of a later attempt."""
+    mark = f"TORCHELASTIC_RESTART_COUNT={attempt}".encode()
     for task in Path("/proc/self/task").iterdir():
         for pid in (task / "children").read_text().split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+                if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    os.kill(int(pid), signal.SIGKILL)
 
 
 def main(argv: list[str]) -> int:
@@ -190,8 +213,20 @@ def main(argv: list[str]) -> int:
     die_with(given["parent"])
     launch = Launch(**given["launch"])
     front = socket.socket(fileno=given["fd"])
-    threading.Thread(target=_follow, args=(front, launch.silence_s, given["parent"]), daemon=True).start()
-    return run_agent(launch)
+    run: Callable[[], int] = functools.partial(run_agent, launch)
+    kill_ranks: Callable[[int], None] = _kill_children
+    if launch.on_ray:
+        from vllm.v1.engine.ray_launch import RayAgent
+
+        agent = RayAgent(launch)
+        run, kill_ranks = agent.run, agent.killed.add
+    followed = (front, launch.silence_s, given["parent"], kill_ranks)
+    threading.Thread(target=_follow, args=followed, daemon=True).start()
+    try:
+        return run()
+    except (ValueError, RuntimeError) as error:
+        front.sendall((REFUSED if isinstance(error, ValueError) else LOST) + str(error).encode())
+        return 2
 
 
 def leave(code: int) -> None:

@@ -31,6 +31,11 @@ class LLMEngine:
     """
 
     def __init__(self, vllm_config: VllmConfig, generation_config: Mapping[str, Any]) -> None:
+        if vllm_config.parallel_config.distributed_executor_backend == "ray":
+            raise NotImplementedError(
+                "distributed_executor_backend='ray' is not supported by LLM, which is one rank of those that torchrun "
+                "started: leave it out, or use vllm serve or AsyncLLM"
+            )
         self.generation_config = dict(generation_config)
         config = vllm_config.model_config
         self.tokenizer = tokenizer_of(config)

@@ -16,10 +16,12 @@ class Message(msgspec.Struct, tag=True, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """The first word of a rank, outside the count. ``attempt``: how often the ranks were started before."""
+    """The first word of a rank, outside the count. ``attempt``: how often the ranks were started before;
+    ``node``: its machine, where its launcher told it."""
 
     rank: int
     attempt: int = 0
+    node: str = ""
 
 
 class Ready(Message, frozen=True):

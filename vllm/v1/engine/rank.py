@@ -29,7 +29,7 @@ from vllm.logger import init_logger
 from vllm.v1.debug import watchdog
 from vllm.v1.engine.channel import Channel, Waker, connect
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.engine.launch import FRONT_END, die_with_the_agent, leave
+from vllm.v1.engine.launch import FRONT_END, NODE, die_with_the_agent, leave
 from vllm.v1.engine.messages import Abort, Add, Alive, Failed, Hello, Message, Outputs, Ready, params_from_the_wire
 from vllm.v1.engine.protocol import Commands, RankProtocol, Silence
 from vllm.v1.metrics.stats import rank_stats
@@ -216,7 +216,8 @@ def main(argv: list[str]) -> None:
     place = launchers.find_place()
     front = find_front_end(place)
     channel = connect(front["host"], front["port"], bytes.fromhex(front["key"]))
-    channel.send(Hello(place.rank, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))), counted=False)
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    channel.send(Hello(place.rank, attempt, os.environ.get(NODE, "")), counted=False)
     is_leader = place.rank % engine_args.tensor_parallel_size == 0
     rank = Rank(channel, RankProtocol(place.world_size, is_leader), front["silence_s"])
     try:

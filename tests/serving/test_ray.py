@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks as Ray actors, on a local Ray cluster of two nodes with room for one rank each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import served
+import tiny_models as tiny
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+pytest.importorskip("ray", reason='Ray is not installed: pip install "ray>=2.40"')
+from ray.cluster_utils import Cluster
+
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+BOUND_S = 10.0
+NODE = {"num_cpus": 1, "object_store_memory": 80 << 20}
+MARK = f"VLLM_TEST_RAY={uuid.uuid4().hex}"
+
+
+def marked(words: bytes = b"") -> dict[int, int]:
+    """Living processes that have the mark in their environment and ``words`` in their command line → RANK, or −1."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            command = (folder / "cmdline").read_bytes()
+            if MARK.encode() in variables and words in command and served.alive(int(folder.name)):
+                found[int(folder.name)] = next((int(v[5:]) for v in variables if v.startswith(b"RANK=")), -1)
+    found.pop(os.getpid(), None)
+    return found
+
+
+def rank_processes() -> dict[int, int]:
+    return {rank: pid for pid, rank in marked(b"vllm.v1.engine.rank").items()}
+
+
+def wait_for_none(words: bytes = b"") -> None:
+    end = time.monotonic() + BOUND_S
+    while left := marked(words):
+        assert time.monotonic() < end, {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left}
+        time.sleep(0.05)
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.fixture
+def cluster() -> Iterator[Any]:
+    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # Ray's sockets need a short path
+    name, _, value = MARK.partition("=")
+    poison = served.poisoned()["PYTHONPATH"]
+    paths = os.pathsep.join([poison, *(str(path) for path in Path(__file__).resolve().parents[:3])])
+    with served.environment(**{name: value, "PYTHONPATH": paths, "RAY_TMPDIR": folder}):
+        cluster = Cluster(True, head_node_args={**NODE, "include_dashboard": False})
+        try:
+            cluster.second = cluster.add_node(**NODE)  # type: ignore[attr-defined]
+            cluster.wait_for_nodes()
+            os.environ["RAY_ADDRESS"] = cluster.address
+            yield cluster
+            wait_for_none(b"vllm.v1.engine")
+        finally:
+            cluster.shutdown()
+            wait_for_none()
+            shutil.rmtree(folder)
+    assert not list(Path("/dev/shm").glob("plasma*"))
+
+
+def start(dp: int = 2, **options: Any) -> AsyncLLM:
+    return AsyncLLM.from_engine_args(
+        EngineArgs(**served.arguments(1, dp), distributed_executor_backend="ray"), **options
+    )
+
+
+async def errors_of_streams(llm: AsyncLLM, lose: Any) -> tuple[list[str], float]:
+    """Of one stream on each rank, and the seconds that they took to come once ``lose`` was called."""
+    tasks = [
+        asyncio.create_task(served.tokens(llm, 9, 200, f"lost-{rank}-{time.monotonic()}", data_parallel_rank=rank))
+        for rank in (0, 1)
+    ]
+    await served.until(lambda: all(stats.get("running") for stats in llm.stats()))
+    lose()
+    began = time.monotonic()
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(error, EngineDeadError) for error in found), found
+    return [str(error) for error in found], time.monotonic() - began
+
+
+def test_two_nodes(cluster: Any) -> None:
+    """Tokens are right on both; a killed actor is named, its ranks start again; then a lost node is named."""
+    with served.environment(VLLM_PLACEMENT_TIMEOUT_S="3"):
+        with pytest.raises(ValueError, match=r"no room for 3 ranks .*its 2 nodes have 2 CPU, of which 2 were free"):
+            start(3)
+    wait_for_none(b"vllm.v1.engine")
+
+    llm = start(max_restarts=1)
+    try:
+        expected = list(tiny.greedy(served.MODEL, tiny.prompt(9), 12))
+
+        async def answers() -> list[list[int]]:
+            return [await served.tokens(llm, 9, 12, f"on-{r}-{time.monotonic()}", data_parallel_rank=r) for r in (0, 1)]
+
+        assert asyncio.run(answers()) == [expected] * 2
+        nodes = dict(llm.ranks._nodes)
+        assert len(set(nodes.values())) == 2
+        old = rank_processes()
+        errors, seconds = asyncio.run(errors_of_streams(llm, lambda: os.kill(parent(old[1]), signal.SIGKILL)))
+        assert seconds < BOUND_S
+        assert all(f"rank 1 on node {nodes[1]} ended" in error for error in errors), errors
+        assert all("being started again" in error for error in errors)
+
+        asyncio.run(served.until(lambda: llm.is_running, 60))
+        assert asyncio.run(answers()) == [expected] * 2
+        new = rank_processes()
+        assert not set(new.values()) & set(old.values())
+        second = cluster.second.node_id[:8]
+        (rank,) = [rank for rank, node in llm.ranks._nodes.items() if second in node]
+        errors, seconds = asyncio.run(errors_of_streams(llm, lambda: cluster.remove_node(cluster.second, False)))
+        assert seconds < BOUND_S
+        assert all(f"rank {rank} on node" in error and second in error for error in errors), errors
+    finally:
+        llm.shutdown(5)
