@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
-import served
-import tiny_models as tiny
 
 from vllm import LLM
 from vllm.engine.arg_utils import EngineArgs
@@ -141,12 +141,15 @@ def test_ranks_of_a_machine_see_its_devices(name: str, own: list[str], joint: st
     assert [variables.get(name) for variables in found] == [joint] * 2
 
 
-def test_refusals(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     given: dict[str, Any] = {"distributed_executor_backend": "ray", "skip_tokenizer_init": True}
-    model = tiny.checkpoint(served.MODEL)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 99}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = str(tmp_path)
     with pytest.raises(NotImplementedError, match=r"'ray' is not supported by LLM.* use vllm serve or AsyncLLM"):
         LLM(model, **given)
-    args = EngineArgs(model, **given)
+    args = EngineArgs(model, data_parallel_size=2, **given)
     find = importlib.util.find_spec
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "ray" else find(name, *rest))
@@ -155,6 +158,6 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
         patch.setattr(importlib.util, "find_spec", lambda name, *rest: True if name == "ray" else find(name, *rest))
         with pytest.raises(ValueError, match=r"nnodes=2 with Ray.*leave nnodes out"):
             AsyncLLM.from_engine_args(args, nnodes=2)
-    words = [str(model), "--distributed-executor-backend", "ray", "--skip-tokenizer-init", "--headless"]
+    words = [model, "--distributed-executor-backend", "ray", "--skip-tokenizer-init", "--headless"]
     assert serve.main(words) == 2
     assert "--headless with Ray" in capsys.readouterr().err
