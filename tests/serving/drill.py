@@ -44,11 +44,12 @@ async def drill(llm: AsyncLLM, again: bool) -> None:
 def main() -> None:
     max_restarts = int(sys.argv[1])
     options: dict[str, Any] = {"max_restarts": max_restarts}
-    if len(sys.argv) > 2:
+    backend, others = ("ray", False) if sys.argv[2:] == ["ray"] else (None, len(sys.argv) > 2)
+    if others:
         options |= {"nnodes": 2, "master_addr": sys.argv[2]}
         say(settings=served.arguments(1, 2))
-    llm = served.start(1, 2, options)
-    if len(sys.argv) > 2:
+    llm = served.start(1, 2, options, distributed_executor_backend=backend)
+    if others:
         say(tokens=asyncio.run(served.tokens(llm, 9, 5, "first")))
     asyncio.run(drill(llm, bool(max_restarts)))
     llm.shutdown(5)

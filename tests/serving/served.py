@@ -33,8 +33,8 @@ def arguments(tp: int, dp: int) -> dict[str, Any]:
     return {"model": tiny.checkpoint(MODEL), **sizes, **SETTINGS}
 
 
-def start(tp: int, dp: int, options: dict[str, Any] | None = None) -> AsyncLLM:
-    return AsyncLLM.from_engine_args(EngineArgs(**arguments(tp, dp)), **options or {})
+def start(tp: int, dp: int, options: dict[str, Any] | None = None, **more: Any) -> AsyncLLM:
+    return AsyncLLM.from_engine_args(EngineArgs(**arguments(tp, dp), **more), **options or {})
 
 
 @contextmanager

@@ -8,6 +8,8 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 import uuid
@@ -19,7 +21,6 @@ import pytest
 import served
 import tiny_models as tiny
 
-from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -49,8 +50,8 @@ def rank_processes() -> dict[int, int]:
     return {rank: pid for pid, rank in marked(b"vllm.v1.engine.rank").items()}
 
 
-def wait_for_none(words: bytes = b"") -> None:
-    end = time.monotonic() + BOUND_S
+def wait_for_none(words: bytes = b"", seconds: float = BOUND_S) -> None:
+    end = time.monotonic() + seconds
     while left := marked(words):
         assert time.monotonic() < end, {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left}
         time.sleep(0.05)
@@ -61,30 +62,37 @@ def parent(pid: int) -> int:
 
 
 @pytest.fixture
-def cluster() -> Iterator[Any]:
-    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # Ray's sockets need a short path
-    name, _, value = MARK.partition("=")
+def folder() -> Iterator[str]:
+    """Ray's, and with the mark in the environment; short, since Ray's sockets lie in it."""
+    folder, (name, _, value) = tempfile.mkdtemp(prefix="ray", dir="/tmp"), MARK.partition("=")
     poison = served.poisoned()["PYTHONPATH"]
     paths = os.pathsep.join([poison, *(str(path) for path in Path(__file__).resolve().parents[:3])])
-    with served.environment(**{name: value, "PYTHONPATH": paths, "RAY_TMPDIR": folder}):
-        cluster = Cluster(True, head_node_args={**NODE, "include_dashboard": False})
-        try:
-            cluster.second = cluster.add_node(**NODE)  # type: ignore[attr-defined]
-            cluster.wait_for_nodes()
-            os.environ["RAY_ADDRESS"] = cluster.address
-            yield cluster
-            wait_for_none(b"vllm.v1.engine")
-        finally:
-            cluster.shutdown()
-            wait_for_none()
-            shutil.rmtree(folder)
+    variables = {name: value, "PYTHONPATH": paths, "RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled"}
+    # Ray's own agents outlive a killed Ray while they look for its store.
+    variables["RAY_gcs_rpc_server_reconnect_timeout_s"] = "3"
+    try:
+        with served.environment(**variables):
+            yield folder
+            wait_for_none(seconds=40)
+    finally:
+        for pid in marked():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(folder)
     assert not list(Path("/dev/shm").glob("plasma*"))
 
 
-def start(dp: int = 2, **options: Any) -> AsyncLLM:
-    return AsyncLLM.from_engine_args(
-        EngineArgs(**served.arguments(1, dp), distributed_executor_backend="ray"), **options
-    )
+@pytest.fixture
+def cluster(folder: str) -> Iterator[Any]:
+    cluster = Cluster(True, head_node_args={**NODE, "include_dashboard": False})
+    try:
+        cluster.second = cluster.add_node(**NODE)  # type: ignore[attr-defined]
+        cluster.wait_for_nodes()
+        with served.environment(RAY_ADDRESS=cluster.address):
+            yield cluster
+        wait_for_none(b"vllm.v1.engine")
+    finally:
+        cluster.shutdown()
 
 
 async def errors_of_streams(llm: AsyncLLM, lose: Any) -> tuple[list[str], float]:
@@ -105,10 +113,10 @@ def test_two_nodes(cluster: Any) -> None:
     """Tokens are right on both; a killed actor is named, its ranks start again; then a lost node is named."""
     with served.environment(VLLM_PLACEMENT_TIMEOUT_S="3"):
         with pytest.raises(ValueError, match=r"no room for 3 ranks .*its 2 nodes have 2 CPU, of which 2 were free"):
-            start(3)
+            served.start(1, 3, distributed_executor_backend="ray")
     wait_for_none(b"vllm.v1.engine")
 
-    llm = start(max_restarts=1)
+    llm = served.start(1, 2, {"max_restarts": 1}, distributed_executor_backend="ray")
     try:
         expected = list(tiny.greedy(served.MODEL, tiny.prompt(9), 12))
 
@@ -121,7 +129,7 @@ def test_two_nodes(cluster: Any) -> None:
         old = rank_processes()
         errors, seconds = asyncio.run(errors_of_streams(llm, lambda: os.kill(parent(old[1]), signal.SIGKILL)))
         assert seconds < BOUND_S
-        assert all(f"rank 1 on node {nodes[1]} ended" in error for error in errors), errors
+        assert all(f"rank 1 on node {nodes[1]}" in error for error in errors), errors
         assert all("being started again" in error for error in errors)
 
         asyncio.run(served.until(lambda: llm.is_running, 60))
@@ -135,3 +143,19 @@ def test_two_nodes(cluster: Any) -> None:
         assert all(f"rank {rank} on node" in error and second in error for error in errors), errors
     finally:
         llm.shutdown(5)
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_ray_of_its_own_ends_with_its_front_end() -> None:
+    drill = str(Path(__file__).with_name("drill.py"))
+    front = subprocess.Popen([sys.executable, drill, "0", "ray"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert front.stdout is not None
+        for line in front.stdout:
+            if line.startswith("{") and "pids" in line:
+                break
+        assert set(rank_processes()) == {0, 1}
+    finally:
+        front.kill()
+        front.communicate()
+    wait_for_none(b"vllm.v1.engine")
