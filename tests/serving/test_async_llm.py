@@ -219,7 +219,8 @@ def test_idle_ranks_sleep_and_wake_at_once(llm: AsyncLLM) -> None:
         await asyncio.sleep(4)
         assert [stats["steps"] for stats in llm.stats()] == steps
         shares = [(served.cpu_seconds(pid) - before) / 4 for pid, before in zip(pids, used, strict=True)]
-        assert max(shares) <= 0.011, f"idle ranks use {shares} of a core"
+        # 1 % where nothing else runs: on a busy machine each look around costs more.
+        assert max(shares) < 0.02, f"idle ranks use {shares} of a core"
         waits = []
         for number in range(5):
             await asyncio.sleep(0.3)
