@@ -38,7 +38,7 @@ vllm.distributed.weight_transfer.nccl_engine: NCCLTrainerSendWeightsArgs NCCLWei
     NCCLWeightTransferInitInfo NCCLWeightTransferUpdateInfo
 vllm.distributed.weight_transfer.packed_tensor: packed_nccl_broadcast_producer
 vllm.engine.arg_utils: nullable_str
-vllm.engine.protocol: EngineClient StreamingInput
+vllm.engine.protocol: StreamingInput
 vllm.entrypoints.api_server: build_app init_app run_server
 vllm.entrypoints.chat_utils: ChatCompletionMessageParam ConversationMessage apply_hf_chat_template parse_chat_messages
     parse_chat_messages_async resolve_hf_chat_template
@@ -46,7 +46,7 @@ vllm.entrypoints.cli.serve: ServeSubcommand run_headless
 vllm.entrypoints.launcher: serve_http
 vllm.entrypoints.launchers.cli_args: FrontendArgs
 vllm.entrypoints.logger: RequestLogger
-vllm.entrypoints.openai.api_server: build_app build_async_engine_client init_app_state run_server setup_server
+vllm.entrypoints.openai.api_server: build_async_engine_client init_app_state run_server setup_server
 vllm.entrypoints.openai.cli_args: make_arg_parser validate_parsed_serve_args
 vllm.entrypoints.openai.chat_completion.protocol: ChatCompletionRequest ChatCompletionResponse
     ChatCompletionStreamResponse
@@ -56,8 +56,7 @@ vllm.entrypoints.openai.completion.serving: OpenAIServingCompletion
 vllm.entrypoints.openai.models.protocol: BaseModelPath LoRAModulePath
 vllm.entrypoints.openai.models.serving: OpenAIServingModels
 vllm.entrypoints.openai.parser.harmony_utils: get_encoding
-vllm.entrypoints.openai.protocol: ChatCompletionRequest ChatCompletionResponse CompletionRequest CompletionResponse
-    ErrorResponse
+vllm.entrypoints.openai.protocol: ChatCompletionResponse CompletionResponse ErrorResponse
 vllm.entrypoints.openai.serving_chat: OpenAIServingChat
 vllm.entrypoints.openai.serving_completion: OpenAIServingCompletion
 vllm.entrypoints.openai.serving_models: BaseModelPath LoRAModulePath OpenAIServingModels

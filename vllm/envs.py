@@ -94,8 +94,8 @@ VARIABLES: dict[str, tuple[Callable[[], Any], str]] = {
     "VLLM_MOE_BARRIER": (_switch("VLLM_MOE_BARRIER", None), "device barrier before each MoE collective"),
 }
 
-# Upstream's variables, and some that others set, that ask for nothing which is not so here: no statistics are sent, no
-# process is started, nothing is compiled or fetched, no request is served over HTTP, other devices are not this one.
+# Upstream's variables, and some that others set, that ask for nothing which is not so here: no statistics are sent,
+# nothing is compiled or fetched, other devices are not this one. VLLM_API_KEY is the server's.
 _ASKS_FOR_NOTHING = re.compile(
     r"""VLLM_(
         NO_USAGE_STATS|DO_NOT_TRACK|USAGE_SOURCE|USAGE_STATS_SERVER|NO_DEPRECATION_WARNING|API_KEY|SERVER_DEV_MODE

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,6 +50,28 @@ def byte_tokenizer() -> Any:
 def char_tokenizer() -> Any:
     """One token for each printable character below 127 and for the line break, <s> and </s>; <s> begins no text."""
     return _tokenizer([chr(c) for c in range(33, 127)] + ["\u0120", "\u010a"], ["<s>", "</s>"], begin=False)
+
+
+def save_char_llama(folder: Path, num_positions: int) -> None:
+    """A Llama of random weights over printable characters, fp32, so that whatever it writes is text."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = char_tokenizer()
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=num_positions,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        initializer_range=0.3,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 class FakeWorker:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_fakes import char_tokenizer
+from engine_fakes import save_char_llama
 
 NUM_DOCS = 16
 MAX_NEW_TOKENS = 12
@@ -22,25 +22,8 @@ TOLERANCE = 1e-4
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of random weights over printable characters, so that whatever it writes is text."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     folder = tmp_path_factory.mktemp("lm-eval-model")
-    tokenizer = char_tokenizer()
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        initializer_range=0.3,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_char_llama(folder, num_positions=128)
     return folder
 
 

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -19,10 +20,11 @@ from hypothesis import strategies as st
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.messages import Add, params_from_the_wire, params_on_the_wire
 from vllm.v1.request import Request
 from vllm.v1.sample.metadata import AllowedTokens, SamplingMetadata
 from vllm.v1.sample.sampler import process_logits
-from vllm.v1.structured_output import MAX_GRAMMAR_BYTES, Grammars
+from vllm.v1.structured_output import MAX_GRAMMAR_BYTES, Grammars, as_text
 
 EOS, USER, ASSISTANT = 257, 258, 259  # of the byte tokenizer
 PERSON = {
@@ -157,10 +159,11 @@ def test_rows_do_not_touch_each_other(llm: Any) -> None:
     """Free rows and rows of a grammar in one batch get what they get alone; and log-probabilities are the model's."""
     free = SamplingParams(temperature=1.0, max_tokens=20, seed=5, ignore_eos=True, logprobs=5)
     bound = held(3, regex=REGEX, logprobs=5)
-    alone = [run(llm, params)[0] for params in (free, bound)]
-    together = run(llm, bound, free, bound, free)
-    assert [c.token_ids for c in together] == [alone[1].token_ids, alone[0].token_ids] * 2
-    first_free, first_bound = (sorted(c.logprobs[0].items()) for c in alone)
+    other = held(3, regex="[xyz]{9}")
+    alone = [run(llm, params)[0] for params in (free, bound, other)]
+    together = run(llm, bound, free, other, free)
+    assert [c.token_ids for c in together] == [alone[i].token_ids for i in (1, 0, 2, 0)]
+    first_free, first_bound = (sorted(c.logprobs[0].items()) for c in alone[:2])
     likeliest = {t: lp.logprob for t, lp in first_free if lp.rank <= 5}
     assert {t: lp.logprob for t, lp in first_bound if lp.rank <= 5} == pytest.approx(likeliest)
 
@@ -318,6 +321,15 @@ def test_parameters_as_a_dict_and_unknown_ones() -> None:
         StructuredOutputsParams(structural_tag="{}")
 
 
+def test_over_the_wire() -> None:
+    given = held(3, json=PERSON, disable_any_whitespace=True, thinking_ends=7)
+    given.structured_outputs = as_text(given.structured_outputs)  # type: ignore[arg-type]
+    data = msgspec.msgpack.encode(Add("r", [1], params_on_the_wire(given)))
+    there = params_from_the_wire(msgspec.msgpack.decode(data, type=Add).params)
+    assert there.structured_outputs == given.structured_outputs
+    assert json.loads(there.structured_outputs.json) == PERSON  # type: ignore[arg-type,union-attr]
+
+
 def test_without_a_tokenizer(tiny_llama: Path) -> None:
     bare = LLM(str(tiny_llama), dtype="float32", max_model_len=64, skip_tokenizer_init=True, num_gpu_blocks_override=20)
     with pytest.raises(ValueError, match="skip_tokenizer_init=True; make the engine without it"):
@@ -355,13 +367,14 @@ def test_a_token_outside_is_an_internal_error() -> None:
 
 def test_masked_logits_beside_a_loop(nan_poison: None) -> None:
     torch.manual_seed(0)
-    logits, V = torch.randn(5, 75, dtype=torch.bfloat16), 75
-    words = torch.randint(-(2**31), 2**31 - 1, (2, 3)).to(torch.int32)
-    rows = torch.tensor([3, 0])
+    logits, V = torch.randn(70, 75, dtype=torch.bfloat16), 75
+    words = torch.randint(-(2**31), 2**31 - 1, (66, 3)).to(torch.int32)
+    rows = torch.randperm(70)[:66]  # more than are taken at once
+    place = {row: i for i, row in enumerate(rows.tolist())}
     found = process_logits(logits, SamplingMetadata(grammar=AllowedTokens(rows, words)))
-    for row in range(5):
+    for row in range(70):
         for token in range(V):
-            forbidden = row in (3, 0) and not int(words[[3, 0].index(row), token // 32]) >> (token % 32) & 1
+            forbidden = row in place and not int(words[place[row], token // 32]) >> (token % 32) & 1
             assert found[row, token] == (-torch.inf if forbidden else logits[row, token].float())
 
 
@@ -419,3 +432,43 @@ def test_over_ranks(tmp_path: Path, tp: int, dp: int) -> None:
         assert kind != 0 or re.fullmatch("[a-f]{3,20}[0-9]", text)
         assert kind != 1 or fits(ASCII, json.loads(text))
         assert kind != 2 or text in ("left", "right")
+
+
+def first_tokens(tokenizer: Any, names: list[str], **structured: Any) -> set[str]:
+    return {names[t] for t in allowed(matcher_of(tokenizer, **structured), len(names)) if t < len(names)}
+
+
+def test_sentencepiece_of_a_gguf_file(tmp_path: Path) -> None:
+    from test_gguf_tokenizers import VOCABULARY, sentencepiece
+
+    tokenizer = sentencepiece(tmp_path / "m.gguf")
+    free = {"h", "hi", "hello", "<0x68>", "b", "<0x62>"}
+    assert first_tokens(tokenizer, VOCABULARY, regex="hi|hello|b") == free
+    # A text that must follow is written as the tokenizer does.
+    assert first_tokens(tokenizer, VOCABULARY, choice=[" hi"]) == {"▁hi"}
+    assert first_tokens(tokenizer, VOCABULARY, choice=["é"]) == {"<0xC3>"}
+    assert first_tokens(tokenizer, VOCABULARY, regex="h?") == {"h", "<0x68>", "</s>"}
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "qwen2", "llama-bpe"])
+def test_byte_level_of_a_gguf_file(tmp_path: Path, pre: str) -> None:
+    """The tokenizer's own way to write a text is allowed, token by token, and then the end."""
+    from test_gguf_tokenizers import CORPUS, converted, trained
+
+    from vllm.tokenizers import get_tokenizer
+
+    tokenizer = get_tokenizer(converted(tmp_path / "m.gguf", trained(pre), pre))
+    for text in CORPUS[:3]:
+        matcher = matcher_of(tokenizer, choice=[text, "no"])
+        for token in tokenizer(text, add_special_tokens=False).input_ids:
+            assert token in allowed(matcher, len(tokenizer))
+            assert matcher.take(token, False)
+        assert allowed(matcher, len(tokenizer)) == [tokenizer.eos_token_id]
+
+
+def test_a_slow_tokenizer_is_refused() -> None:
+    class Slow:
+        eos_token_id = 0
+
+    with pytest.raises(ValueError, match=r"fast tokenizer.*tokenizer_mode='slow'"):
+        Grammars(Slow).check(StructuredOutputsParams(regex="a"))

@@ -124,7 +124,8 @@ class _ForgetsAborts(RankProtocol):
         additions = self._additions
         super().receive(number, message)
         if isinstance(message, Abort):
-            self._additions, self._aborts = additions, self._aborts + message.request_ids
+            self._additions = additions
+            self._aborts = self._aborts + message.request_ids if self.running else []
 
 
 class ForgetsAborts(Rank):

@@ -22,7 +22,7 @@ HELD_AND_TOO_LARGE = [Job("a", tokens=2), Job("b", 1, hold=2), Job("c", blocks=3
 FULL_POOL = [Job("a", tokens=2, blocks=2), Job("b", blocks=2), Job("c", 1)]
 ONE_GROUP = [Job("a"), Job("b"), Job("a")]
 
-# States of a search: at least so many, or it has lost events. All together 500 thousand, in the slow ones 1.5 million.
+# States of a search: at least so many, or it has lost events. All together 530 thousand, in the slow ones 1.9 million.
 SEARCHES = {
     "DP 2, an id used again": (Script(DP2, ABA, aborts=1, stop=True), 40_000),
     "DP 2, held, too large, a duplicate": (
@@ -159,6 +159,9 @@ def test_a_fault_of_the_field_is_found(name: str) -> None:
 def test_the_toy_agrees_as_the_engine_does(dp: int) -> None:
     for votes in itertools.product([Vote(0, False, True), Vote(0, True, False), Vote(3, True, True)], repeat=dp):
         own = decide(votes)
-        real = agree([DPVote(v.tokens, v.tokens, 0, int(v.unfinished), 7, 0) for v in votes], dp_rank=0)
+        real = agree(
+            [DPVote(v.tokens, v.tokens, 0, int(v.unfinished), 7, 0, stopping=int(v.stopping)) for v in votes], dp_rank=0
+        )
         assert (own.sizes if any(own.sizes) else (0,) * dp) == real.num_tokens_padded_across_dp
-        assert (own.any_unfinished, bool(own.sizes)) == (real.any_unfinished, real.should_run)
+        assert own[1:3] == (real.any_unfinished, real.all_stopping)
+        assert bool(own.sizes) == real.should_run

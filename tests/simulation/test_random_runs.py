@@ -8,7 +8,7 @@ from simulation import faults
 from simulation.timed import ENDS, SILENCE, TICK, World
 from simulation.world import Layout, Rank, Violation
 
-from vllm.v1.engine.messages import Left
+from vllm.v1.engine.messages import Alive, Left
 from vllm.v1.engine.protocol import FrontProtocol, Silence
 
 
@@ -78,6 +78,7 @@ def test_a_rank_that_said_that_it_leaves_may_be_silent() -> None:
     front = FrontProtocol(Layout(1, 2).places(), SILENCE)
     front.stop()
     front.receive(0, 1, Left(3), now=1.0)
+    front.receive(1, 1, Alive(), now=1.9)
     assert front.closed(0).lost is None
     assert not front.has_ended
     assert [rank for rank, _ in front.tick(2.0).sends] == [1]

@@ -250,6 +250,8 @@ class Rank:
         scheduler = self.scheduler
         if scheduler.waiting or scheduler.running or scheduler.free != scheduler.blocks:
             raise Violation(f"leak: rank {self.index} keeps {scheduler.waiting + scheduler.running} at rest")
+        if self.protocol._additions or self.protocol._aborts:
+            raise Violation(f"leak: rank {self.index} keeps {self.protocol._additions, self.protocol._aborts} at rest")
 
 
 def complete(calls: Sequence[Call]) -> Any:

@@ -302,9 +302,9 @@ def _names(text: str) -> list[str]:
     return names
 
 
-async def _first_model(args: argparse.Namespace) -> str:
+async def _first_model(args: argparse.Namespace) -> dict[str, Any]:
     async with request(base_url(args) + "/v1/models", headers=headers(args)) as response:
-        return (await response.json())["data"][0]["id"]
+        return (await response.json())["data"][0]
 
 
 def _show(result: dict[str, Any], metrics: Sequence[str]) -> None:
@@ -347,13 +347,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             [float(p) for p in args.metric_percentiles.split(",")],
             _pairs(args.metadata, "--metadata"),
         )
-        model = args.model or asyncio.run(_first_model(args))
+        card = {"id": args.model} if args.model else asyncio.run(_first_model(args))
+        model = card["id"]
+        # Where the server lies on this machine, its folder is known by its card.
+        known = [name for name in (card.get("root"), model) if name and Path(name).exists()]
+        tokenizer_id = args.tokenizer or (known or [model])[0]
         load = _Load(args, model)
         delays(1, args.request_rate, args.burstiness, args.seed)
         from vllm.tokenizers import get_tokenizer
 
         tokenizer = get_tokenizer(
-            args.tokenizer or model, tokenizer_mode=args.tokenizer_mode, trust_remote_code=args.trust_remote_code
+            tokenizer_id, tokenizer_mode=args.tokenizer_mode, trust_remote_code=args.trust_remote_code
         )
         asked = samples(args, tokenizer)
         answers, seconds = asyncio.run(_run(load, asked, args.num_warmups))
@@ -375,7 +379,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "backend": args.backend,
             "label": args.label,
             "model_id": model,
-            "tokenizer_id": args.tokenizer or model,
+            "tokenizer_id": tokenizer_id,
             "num_prompts": args.num_prompts,
             **metadata,
             "request_rate": "inf" if math.isinf(args.request_rate) else args.request_rate,

@@ -29,9 +29,9 @@ class Response:
     async def _pieces(self) -> AsyncIterator[bytes]:
         reader = self._reader
         if "chunked" in self.headers.get("transfer-encoding", "").lower():
-            while size := int((await reader.readline()).split(b";")[0], 16):
+            while size := int((await reader.readuntil(b"\n")).split(b";")[0], 16):
                 yield await reader.readexactly(size)
-                await reader.readline()
+                await reader.readuntil(b"\n")
         elif "content-length" in self.headers:
             left = int(self.headers["content-length"])
             while left:

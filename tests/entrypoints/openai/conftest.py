@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from engine_fakes import char_tokenizer
+from engine_fakes import save_char_llama
 from http_server import ENGINE_ARGS, Server, serving
 from inline_engine import InlineEngine
 
@@ -14,25 +13,8 @@ from inline_engine import InlineEngine
 @pytest.fixture(scope="session")
 def char_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """fp32, one token for each printable character, <s> and </s>: whatever it writes is text. 512 positions."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     folder = tmp_path_factory.mktemp("char-llama")
-    tokenizer = char_tokenizer()
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        initializer_range=0.3,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_char_llama(folder, num_positions=512)
     return folder
 
 

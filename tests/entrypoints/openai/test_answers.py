@@ -52,6 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
     "seeded": {"seed": 7, "max_tokens": 12},
     "several": {"seed": 7, "n": 3, "max_tokens": 6},
     "filters": {"seed": 1, "temperature": 1.5, "top_k": 7, "top_p": 0.9, "min_p": 0.02, "max_tokens": 16},
+    "filters off": {"seed": 2, "top_k": 10**30, "min_p": 0.0, "top_p": 1.0, "max_tokens": 6},
     "penalties": {
         "temperature": 0,
         "presence_penalty": 1.0,

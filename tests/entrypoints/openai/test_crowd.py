@@ -20,7 +20,7 @@ from inline_engine import InlineEngine
 from vllm import LLM, SamplingParams
 from vllm.entrypoints.openai.cli_args import FrontendArgs
 
-NUM_CLIENTS, REQUESTS_EACH = 64, 3
+NUM_CLIENTS, REQUESTS_EACH = 64, 2
 
 
 def drawn_request(rng: random.Random) -> dict[str, Any]:
@@ -64,7 +64,7 @@ async def one_request(http: httpx.AsyncClient, request: dict[str, Any], right: l
 
 @pytest.mark.usefixtures("nan_poison")
 def test_a_crowd(server: Server, engine: InlineEngine, char_llama: Path):
-    """64 clients with three requests each, of which some are bad and some are left: each text is ``LLM.generate``'s."""
+    """64 clients with two requests each, of which some are bad and some are left: each text is ``LLM.generate``'s."""
     rng = random.Random(20)
     requests = [[drawn_request(rng) for _ in range(REQUESTS_EACH)] for _ in range(NUM_CLIENTS)]
     every = [request for of_one in requests for request in of_one]
@@ -90,7 +90,7 @@ def test_a_crowd(server: Server, engine: InlineEngine, char_llama: Path):
 
     ends = asyncio.run(run())
     assert {"bad", "whole", "left", "streamed"} == set(ends)
-    assert ends.count("left") >= 20
+    assert ends.count("left") >= 10
 
 
 # --- bodies of any kind
@@ -171,7 +171,7 @@ def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
 
 
 @settings(
-    max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(request=bodies())
 def test_bodies_of_any_kind(server: Server, engine: InlineEngine, request: tuple[str, dict[str, Any]]):

@@ -58,8 +58,8 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (COMPLETIONS, {"prompt": "x", "temperature": -0.1}, 400, "temperature", "-0.1"),
     (COMPLETIONS, {"prompt": "x", "top_p": 0}, 400, "top_p", "0"),
     (COMPLETIONS, {"prompt": "x", "n": 0}, 400, "n", "n=0"),
-    (COMPLETIONS, {"prompt": "x", "n": 2000, "seed": 1}, 400, None, "1024"),
-    (COMPLETIONS, {"prompt": ["x"] * 1025}, 400, None, "1024"),
+    (COMPLETIONS, {"prompt": "x", "n": 2000, "seed": 1}, 400, "prompt", "1024"),
+    (COMPLETIONS, {"prompt": ["x"] * 1025}, 400, "prompt", "1024"),
     (COMPLETIONS, {"prompt": "x", "n": 2, "temperature": 0}, 400, "n", "n=2"),
     (COMPLETIONS, {"prompt": "x", "logprobs": 1000}, 400, "logprobs", "max_logprobs"),
     (COMPLETIONS, {"prompt": "x", "logprobs": "yes"}, 400, "logprobs", "integer"),
@@ -70,6 +70,8 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (COMPLETIONS, {"prompt": "x", "stop_token_ids": [5000]}, 400, "stop_token_ids", "5000"),
     (COMPLETIONS, {"prompt": "x", "logit_bias": {"a": 1}}, 400, "logit_bias", "no token ids"),
     (COMPLETIONS, {"prompt": "x", "logit_bias": [1]}, 400, "logit_bias", "object"),
+    (COMPLETIONS, {"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(1025)), 1)}, 400, "logit_bias", "1024"),
+    (CHAT, {"messages": USER, "n": 2000, "seed": 1}, 400, "n", "1024"),
     (COMPLETIONS, {"prompt": "x", "logit_bias": {"1": "x"}}, 400, "logit_bias", "'x'"),
     (COMPLETIONS, {"prompt": "x", "stream_options": {"include_usage": True}}, 400, "stream_options", "stream=true"),
     (COMPLETIONS, {"prompt": "x", "stream": True, "prompt_logprobs": 1}, 400, "prompt_logprobs", "stream"),
@@ -168,7 +170,8 @@ def test_other_kinds_of_bodies(server: Server):
 def test_unknown_paths_and_methods(server: Server):
     for method, path, status in (
         ("GET", "/v1/nothing", 404),
-        ("POST", "/", 404),
+        ("POST", "/nothing", 404),
+        ("POST", "/", 405),
         ("GET", "/../etc/passwd", 404),
         ("GET", "/v1/models/other", 404),
         ("GET", COMPLETIONS, 405),
@@ -293,7 +296,7 @@ def test_keys_are_compared_whole(monkeypatch: pytest.MonkeyPatch):
     compared = []
     monkeypatch.setattr(api_server.hmac, "compare_digest", lambda a, b: bool(compared.append((a, b))) or a == b)
     gate = Gate(app=None, keys=["a", "b" * 100], state=None)  # type: ignore[arg-type]
-    gate._check_key({"path": "/", "headers": [(b"authorization", b"Bearer a")]})
+    gate._check_key({"path": "/v1/models", "headers": [(b"authorization", b"Bearer a")]})
     assert [(len(a), len(b)) for a, b in compared] == [(32, 32)] * 2
 
 

@@ -11,6 +11,8 @@ from http_server import Server
 from test_lm_eval import TOLERANCE, responses
 from test_lm_eval import tasks as _tasks
 
+pytest.importorskip("tenacity", reason="lm-eval's clients of servers are not installed: pip install 'lm-eval[api]'")
+
 
 @pytest.fixture(scope="module")
 def model(char_llama: Path) -> Path:

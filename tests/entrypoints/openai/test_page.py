@@ -60,9 +60,13 @@ def test_states_of_ranks():
     assert states(ranks) == [("running", []), ("dummy", [])]
     ranks.rank_stats[1] = report(waiting=2)
     assert states(ranks) == [("running", []), ("queued", [])]
-    # Rank 1 waits in its own DP rank for nobody else's sake; 0 and 1 wait for 3, which belongs to DP rank 1.
-    ranks.rank_waits = {0: [3], 1: [3, 0], 2: [3]}
-    assert states(ranks) == [("waiting", [3]), ("queued", [])]
+    # All are held up by 3; that 0 and 1 wait for 2 as well is no news, as 2 does not move before 3 does.
+    ranks.rank_waits = {0: [2, 3], 1: [2, 3, 0], 2: [3], 3: []}
+    assert states(ranks) == [("waiting", [3]), ("waiting", [3])]
+    ranks.rank_waits = {0: [1], 1: [2], 2: [3], 3: []}
+    assert states(ranks) == [("waiting", [3]), ("waiting", [3])]
+    ranks.rank_waits = {0: [2], 1: [], 2: [0], 3: []}
+    assert states(ranks) == [("waiting", [0, 2]), ("waiting", [0, 2])], "a circle is told whole"
     ranks.errored, ranks.dead_error = True, RuntimeError("rank 3 is gone")
     assert states(ranks) == [("dead", []), ("dead", [])]
     told = describe_ranks(ranks, "m")

@@ -12,12 +12,18 @@ from typing import Any, Literal
 
 import openai
 import pytest
+from engine_fakes import byte_tokenizer
 from http_server import ENGINE_ARGS, Server, serving
 from inline_engine import InlineEngine
 from pydantic import BaseModel
 
+from vllm.entrypoints.openai.chat_answer import Plan
+from vllm.entrypoints.openai.cli_args import FrontendArgs
+from vllm.entrypoints.openai.errors import APIError
+from vllm.entrypoints.openai.protocol import ChatCompletionRequest
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.structured_output import Grammars
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
@@ -314,3 +320,64 @@ def test_responses_of_the_model(client: openai.OpenAI, server: Server) -> None:
 def test_responses_refuse_by_name(server: Server, fields: dict[str, Any]) -> None:
     error = server.post("/v1/responses", {"input": "hello", **fields}, status=400)
     assert next(iter(fields)) in error["error"]["message"]
+
+
+OPEN, CLOSED = "<|assistant|><think>\n", "<|assistant|><think>\n\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("parser", "prompt", "has_marks", "expected"),
+    [
+        ("qwen3", "<|assistant|>", True, (260, 261)),
+        ("qwen3", OPEN, True, (None, 261)),
+        ("qwen3", CLOSED, True, (None, None)),
+        ("qwen3", "<|assistant|>", False, (None, None)),
+        ("deepseek_r1", "<|assistant|>", True, (None, 261)),
+        ("deepseek_r1", CLOSED, True, (None, None)),
+        ("deepseek_r1", "<|assistant|>", False, "as a token"),
+        (None, OPEN, True, (None, None)),
+    ],
+)
+@pytest.mark.parametrize("special", [False, True])
+def test_where_the_form_begins(parser: str | None, prompt: str, has_marks: bool, expected: Any, special: bool) -> None:
+    tokenizer = byte_tokenizer()
+    if has_marks:
+        tokenizer.add_tokens(["<think>", "</think>"], special_tokens=special)
+    request = ChatCompletionRequest(messages=HELLO, response_format={"type": "json_object"})
+    plan, params = Plan(request, FrontendArgs(reasoning_parser=parser)), SamplingParams()
+    if isinstance(expected, str):
+        with pytest.raises(APIError, match=expected):
+            plan.prepare(params, prompt, tokenizer)
+        return
+    plan.prepare(params, prompt, tokenizer)
+    structure = params.structured_outputs
+    assert structure is not None
+    assert (structure.thinking_starts, structure.thinking_ends) == expected
+    assert params.skip_special_tokens is not (special and has_marks and parser is not None)
+
+
+def test_definitions_of_tools_meet_in_one_schema() -> None:
+    def tool(name: str, definition: Any) -> Any:
+        parameters = {"type": "object", "properties": {"x": {"$ref": "#/$defs/X"}}, "$defs": {"X": definition}}
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    def schema(*tools: Any) -> Any:
+        request = ChatCompletionRequest(messages=HELLO, tools=list(tools), tool_choice="required")
+        structure = Plan(request, FrontendArgs()).structure
+        assert structure is not None
+        Grammars(byte_tokenizer).check(structure)
+        return structure.json
+
+    assert schema(tool("a", {"const": 1}), tool("b", {"const": 1}))["$defs"] == {"X": {"const": 1}}
+    with pytest.raises(APIError, match="two of them define 'X'"):
+        schema(tool("a", {"const": 1}), tool("b", {"const": 2}))
+
+
+def test_options_of_parsers() -> None:
+    for options, words in (
+        ({"tool_call_parser": "x"}, "hermes"),
+        ({"reasoning_parser": "x"}, "qwen3"),
+        ({"enable_auto_tool_choice": True}, "needs tool_call_parser"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            FrontendArgs(**options)  # type: ignore[arg-type]

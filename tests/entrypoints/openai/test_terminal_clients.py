@@ -10,8 +10,10 @@ import os
 import pty
 import select
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -112,6 +114,34 @@ def test_errors_in_words(command: str, echo: tuple[Echo, str], monkeypatch: pyte
     assert "HTTP 400: cannot say that" in capsys.readouterr().err
     assert main([command, "--url", "localhost", "-q", "x"]) == 1
     assert "is no address of a server" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", "closed the connection before the end"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nff\r\ndata: ", "closed the connection before the end"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\ndata", "closed the connection before the end"),
+        (b"", "closed the connection before the end"),
+        (b"SSH-2.0-OpenSSH\r\n\r\n", "does not speak HTTP"),
+        (b"HTTP/1.1 301 Moved\r\nLocation: /\r\n\r\n", "HTTP 301"),
+    ],
+)
+def test_servers_that_are_none_or_die(answer: bytes, message: str, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(2**16)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        assert main(["complete", "--url", url, "--model", "m", "-q", "x"]) == 1
+        thread.join()
+    assert message in capsys.readouterr().err
 
 
 class Terminal:

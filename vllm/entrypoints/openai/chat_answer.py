@@ -150,7 +150,7 @@ class Plan:
                 if not first and start_id is None:
                     structure.thinking_ends = None  # no thoughts without the token that begins them
         params.structured_outputs = structure
-        if set(marks) & set(tokenizer.all_special_tokens):
+        if marks and any(token.special and token.content in marks for token in tokenizer.added_tokens_decoder.values()):
             params.skip_special_tokens = False
 
     def answer(self, prompt: str) -> ChatAnswer:

@@ -23,7 +23,8 @@ class _First(FailFast):
     __hash__ = object.__hash__  # unions of annotated types need it
 
 
-Strings = Annotated[list[str], _First(), MaxLen(1024)]
+_MOST = 1024
+Strings = Annotated[list[str], _First(), MaxLen(_MOST)]
 TokenIds = Annotated[list[int], _First()]
 Dicts = Annotated[list[dict[str, Any]], _First()]
 
@@ -146,8 +147,8 @@ class Sampling(Body):
             raise APIError(400, "stream_options without stream=true has no meaning; leave it out", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise APIError(400, "prompt_logprobs are not given with stream=true; leave one out", "prompt_logprobs")
-        if self.logit_bias is not None and not isinstance(self.logit_bias, dict):
-            raise APIError(400, "logit_bias: give an object of token ids and numbers", "logit_bias")
+        if self.logit_bias is not None and not (isinstance(self.logit_bias, dict) and len(self.logit_bias) <= _MOST):
+            raise APIError(400, f"logit_bias: give an object of at most {_MOST} token ids and numbers", "logit_bias")
         return self
 
     def sampling_params(self, defaults: dict[str, Any], **own: Any) -> SamplingParams:
@@ -165,12 +166,15 @@ class CompletionRequest(Sampling):
     max_tokens: int | None = 16
     logprobs: int | None = None
 
-    def prompts(self) -> list[str] | list[list[int]]:
-        """One text or token list for each prompt."""
+    def prompts(self, most: int) -> list[str] | list[list[int]]:
+        """One text or token list for each prompt, of which there are ``most`` at most."""
         message = "prompt: give a string, a list of token ids, or a list of those"
         if not isinstance(self.prompt, (str, list)) or not self.prompt:
             raise APIError(400, f"{message}; given: {repr(self.prompt)[:100]}", "prompt")
         prompts = split_prompts(self.prompt)
+        if len(prompts) * (self.n or 1) > most:
+            given = f"{len(prompts)} prompts with n={self.n or 1}"
+            raise APIError(400, f"{given} exceed the {most} completions of one request; split it", "prompt")
         for prompt in prompts:
             is_ids = isinstance(prompt, list) and all(type(token_id) is int for token_id in prompt)
             if not is_ids and not isinstance(prompt, str):

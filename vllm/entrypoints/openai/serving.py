@@ -145,12 +145,8 @@ class Serving:
     def make_job(
         self, kind: str, raw: Request, request: Sampling, params: SamplingParams, inputs: list[EngineInput]
     ) -> Job:
-        most = self.args.max_sequences_per_request
-        if len(inputs) * params.n > most:
-            raise APIError(
-                400,
-                f"{len(inputs)} prompts with n={params.n} exceed the {most} completions of one request; split it",
-            )
+        if params.n > (most := self.args.max_sequences_per_request):
+            raise APIError(400, f"n={params.n} exceeds the {most} completions of one request", "n")
         rank = request.data_parallel_rank
         if (header := raw.headers.get("x-data-parallel-rank")) is not None:
             if not re.fullmatch("[0-9]{1,6}", header):

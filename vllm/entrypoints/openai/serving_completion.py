@@ -28,7 +28,7 @@ class ServingCompletion:
         serving.check_model(request.model)
         if request.max_tokens == 0 and not request.echo:
             raise APIError(400, "max_tokens=0 gives nothing without echo=true; give at least 1", "max_tokens")
-        prompts = request.prompts()
+        prompts = request.prompts(serving.args.max_sequences_per_request)
         params = request.sampling_params(
             serving.defaults,
             max_tokens=1 if request.max_tokens == 0 else request.max_tokens,

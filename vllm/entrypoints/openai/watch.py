@@ -7,6 +7,7 @@ import base64
 import hashlib
 import re
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,19 @@ def content_security_policy(page: str) -> str:
     )
 
 
+def _causes(places: Sequence[int], waits: Mapping[int, Sequence[int]]) -> list[int]:
+    """Who holds up ``places``: those at the ends of the chains, or, where these close to circles, all in them."""
+    queue = [other for place in places for other in waits.get(place, ())]
+    for rank in queue:
+        queue += [other for other in waits.get(rank, ()) if other not in queue]
+    return sorted({rank for rank in queue if not waits.get(rank)} or set(queue))
+
+
 def describe_ranks(engine: EngineClient, model_name: str) -> dict[str, Any]:
     """What the page shows of each DP rank: its last report (see ``stats.rank_stats``) and
 
-    ``state``: ``dead``; ``waiting`` for ``waits_for``, global ranks, in a collective; ``running`` requests; ``queued``
-    ones only; ``dummy`` where others have some; ``idle``. ``places``: the global ranks of the DP rank.
+    ``state``: ``dead``; ``waiting`` for ``waits_for``, global ranks, its own among them or not; ``running`` requests;
+    ``queued`` ones only; ``dummy`` where others have some; ``idle``. ``places``: the global ranks of the DP rank.
     """
     parallel = engine.vllm_config.parallel_config
     tp, reports, waits = parallel.tensor_parallel_size, list(engine.rank_stats), engine.rank_waits
@@ -49,7 +58,7 @@ def describe_ranks(engine: EngineClient, model_name: str) -> dict[str, Any]:
     ranks = []
     for dp_rank, report in enumerate(reports):
         places = list(range(dp_rank * tp, (dp_rank + 1) * tp))
-        waits_for = [] if dead else sorted({other for place in places for other in waits.get(place, ())} - {*places})
+        waits_for = [] if dead else _causes(places, waits)
         state = "dummy" if any_work else "idle"
         if dead:
             state = "dead"

@@ -128,8 +128,8 @@ class AsyncLLM:
         arrival_time = time.time()
         await self.check_health()
         arguments = (prompt, sampling_params, tokenization_kwargs)
-        has_grammar = getattr(sampling_params, "structured_outputs", None) is not None
-        if has_grammar or isinstance(prompt, str) or (isinstance(prompt, Mapping) and "prompt_token_ids" not in prompt):
+        takes_long = getattr(sampling_params, "structured_outputs", None) is not None or isinstance(prompt, str)
+        if takes_long or (isinstance(prompt, Mapping) and "prompt_token_ids" not in prompt):
             loop = asyncio.get_running_loop()
             checked = await loop.run_in_executor(self._tokenising, self.input_processor.process_inputs, *arguments)
         else:

@@ -89,9 +89,10 @@ class RankProtocol:
         if isinstance(message, Wake):
             if message.step > self.step + self.running:
                 raise ProtocolError(f"woken for step {message.step} before step {self.step} was agreed on")
-            self._woken_for = max(self._woken_for, message.step)
+            self._woken_for = message.step
+        elif isinstance(message, Add | Abort | Stop) and not self.is_leader:
+            raise ProtocolError(f"{message} came to a rank that is not its DP group's first")
         elif isinstance(message, Add):
-            assert self.is_leader, f"request {message.request_id} came to a rank that is not its DP group's first"
             self._additions.append(message)
         elif isinstance(message, Abort):
             dropped = set(message.request_ids)
@@ -101,7 +102,7 @@ class RankProtocol:
             if self.running:  # else no rank holds requests
                 self._aborts += dropped
         elif isinstance(message, Stop):
-            self._stopping = self._stop_is_new = self.is_leader
+            self._stopping = self._stop_is_new = True
 
     @property
     def is_due(self) -> bool:

@@ -30,7 +30,7 @@ from vllm.v1.debug import watchdog
 from vllm.v1.engine.channel import Channel, Waker, connect
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.launch import FRONT_END, die_with_the_agent, leave
-from vllm.v1.engine.messages import Alive, Failed, Hello, Message, Outputs, Ready, params_from_the_wire
+from vllm.v1.engine.messages import Abort, Add, Alive, Failed, Hello, Message, Outputs, Ready, params_from_the_wire
 from vllm.v1.engine.protocol import Commands, RankProtocol, Silence
 from vllm.v1.metrics.stats import rank_stats
 from vllm.v1.outputs import EngineCoreOutput
@@ -57,6 +57,8 @@ class Rank:
         self._changed = threading.Condition()
         self._silence = Silence(["front"], silence_s, time.monotonic())
         self._reported: tuple[float, dict[str, float]] = (0.0, {})
+        # When requests came that no step has taken yet: what they wait for a step's end is time in the queue.
+        self._came: dict[str, float] = {}
         self.is_ready = self._is_closing = False
         self._thread = threading.Thread(target=self._talk, name="vllm-rank-io", daemon=True)
         self._thread.start()
@@ -102,6 +104,11 @@ class Rank:
                 with self._changed:
                     for number, message in received:
                         self.protocol.receive(number, message)
+                        if isinstance(message, Add):
+                            self._came[message.request_id] = time.monotonic()
+                        elif isinstance(message, Abort):
+                            for request_id in message.request_ids:
+                                self._came.pop(request_id, None)
                     self._changed.notify()
 
     def _lose(self, reason: str) -> None:
@@ -132,7 +139,7 @@ class Rank:
             self.tell(tell)
             with core.in_step():
                 commands = share(commands, tp)
-                rejected = _apply(commands, core)
+                rejected = _apply(commands, core, self._came)
                 outputs = core.run_step()
             agreement = core.worker.model_runner.agreement
             assert agreement is not None, "a step ended without an agreement"
@@ -175,13 +182,16 @@ def share(commands: Commands, tp: GroupCoordinator) -> Commands:
     return _commands.decode(head[_SIZE : _SIZE + size].tobytes())
 
 
-def _apply(commands: Commands, core: EngineCore) -> dict[str, str]:
+def _apply(commands: Commands, core: EngineCore, came: dict[str, float]) -> dict[str, str]:
     """Returns the requests that can never run, with the reasons."""
     rejected: dict[str, str] = {}
     for add in commands.additions:
+        queued_ts = came.pop(add.request_id, 0.0)
         try:
             params = params_from_the_wire(add.params)
-            core.add_request(Request(add.request_id, add.prompt_token_ids, params, add.eos_token_id, add.arrival_time))
+            request = Request(add.request_id, add.prompt_token_ids, params, add.eos_token_id, add.arrival_time)
+            request.queued_ts = queued_ts
+            core.add_request(request)
         except (ValueError, TypeError, NotImplementedError) as error:
             rejected[add.request_id] = str(error)
     core.abort_requests(commands.aborts)

@@ -11,6 +11,8 @@ from vllm.kernels import ops
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.metadata import SamplingMetadata
 
+_ROWS_AT_ONCE = 32  # of the bits of a grammar, each of which takes some bytes for a time
+
 
 @dataclass(frozen=True)
 class SamplerOutput:
@@ -77,10 +79,10 @@ def process_logits(logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Te
         logits[row] = -torch.inf
         logits[row, token_ids] = kept
     if metadata.grammar is not None:
-        rows, words = metadata.grammar
-        bits = words[:, :, None] >> torch.arange(32, dtype=words.dtype, device=words.device)
-        forbidden = (bits & 1 == 0).flatten(1)[:, : logits.shape[1]]
-        logits[rows] = logits[rows].masked_fill_(forbidden, -torch.inf)
+        masks = 1 << torch.arange(8, dtype=torch.uint8, device=logits.device)
+        for rows, words in zip(*(part.split(_ROWS_AT_ONCE) for part in metadata.grammar), strict=True):
+            forbidden = (words.view(torch.uint8)[:, :, None] & masks == 0).flatten(1)[:, : logits.shape[1]]
+            logits[rows] = logits[rows].masked_fill_(forbidden, -torch.inf)
     if metadata.banned is not None:
         logits[metadata.banned] = -torch.inf
     if metadata.bias is not None:

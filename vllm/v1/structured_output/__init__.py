@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 MAX_GRAMMAR_BYTES = 256 << 10
 _END = "<|end of what a grammar describes|>"
 _NUM_KEPT = 32
+# Of 1 to 2 kB each. What a step may cost is llguidance's default: some 15 ms a request.
+_MAX_STATES = 50_000
 
 
 def _llguidance() -> Any:
@@ -118,16 +120,6 @@ class Grammars:
 
         return cls(load)
 
-    def warm_up(self) -> None:
-        """Make the tokenizer beside what the caller does next; who needs it earlier waits for it."""
-        threading.Thread(target=self._try_to_make, name="grammar tokenizer", daemon=True).start()
-
-    def _try_to_make(self) -> None:
-        try:
-            self._tokenizer()
-        except ValueError:  # said again to the request that needs it
-            return
-
     def _tokenizer(self) -> Any:
         """llguidance's, with an end of its own: which tokens end a request is each request's matter."""
         with _making:
@@ -155,7 +147,8 @@ class Grammars:
             return self._made
 
     def _make_matcher(self, grammar: str) -> Any:
-        matcher = _llguidance().LLMatcher(self._tokenizer(), grammar, log_level=0)
+        limits = _llguidance().LLParserLimits(max_lexer_states=_MAX_STATES, verbose_errors=False)
+        matcher = _llguidance().LLMatcher(self._tokenizer(), grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise ValueError(f"structured_outputs: {matcher.get_error().strip()}")
         return matcher

@@ -19,7 +19,7 @@ from vllm.kernels.reference_sampling import LOGPROB_ROWS
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import FusedMoE
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
-from vllm.v1.sample.metadata import Penalties, SamplingMetadata
+from vllm.v1.sample.metadata import AllowedTokens, Penalties, SamplingMetadata
 from vllm.v1.transfers import is_host
 from vllm.v1.worker.batch_plan import BatchPlan
 from vllm.v1.worker.dp_utils import coordinate_batch_across_dp
@@ -179,4 +179,6 @@ def _all_options(runner: GPUModelRunner, num_reqs: int) -> Iterator[SamplingMeta
     penalties = Penalties(
         (starts * seen).int(), tokens % seen, torch.ones_like(tokens, dtype=each.dtype), each, each, each
     )
-    yield replace(limited, penalties=penalties)
+    rows = torch.arange(num_reqs, device=device)
+    grammar = AllowedTokens(rows, torch.full((num_reqs, -(-vocab_size // 32)), -1, dtype=torch.int32, device=device))
+    yield replace(limited, penalties=penalties, grammar=grammar)

@@ -67,7 +67,7 @@ class Scheduler:
         if request.sampling_params.structured_outputs is not None:
             request.matcher = self.grammars.matcher(request)
         self.requests[request.request_id] = request
-        request.queued_ts = time.monotonic()
+        request.queued_ts = request.queued_ts or time.monotonic()
         self.waiting.append(request)
 
     def has_unfinished_requests(self) -> bool:

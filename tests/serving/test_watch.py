@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a served engine's ranks tell of themselves: counts on the rank that has the request, who waits for whom."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tiny_models as tiny
+from prometheus_client.parser import text_string_to_metric_families
+
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.openai.watch import describe_ranks
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.metrics.prometheus import Exposition
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    delta = RequestOutputKind.DELTA
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, output_kind=delta)
+
+
+async def until(true: Callable[[], object], what: str, seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, f"{what}: not within {seconds} s"
+        await asyncio.sleep(0.05)
+
+
+def process_of(rank: int) -> int:
+    """Below this process, the one that is ``rank``."""
+    found, queue = [], [os.getpid()]
+    for pid in queue:
+        with contextlib.suppress(OSError):
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                queue += map(int, (task / "children").read_text().split())
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if b"vllm.v1.engine.rank" in command:
+                found.append((f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"), pid))
+    (pid,) = [pid for is_it, pid in found if is_it]
+    return pid
+
+
+async def watch(llm: AsyncLLM) -> None:
+    async def run(name: str, dp_rank: int, length: int) -> list[int]:
+        stream = llm.generate(
+            {"prompt_token_ids": list(tiny.prompt(9))}, greedy(length), name, data_parallel_rank=dp_rank
+        )
+        return [token async for output in stream for token in output.outputs[0].token_ids]
+
+    def count(name: str, dp_rank: int, **labels: str) -> float:
+        assert llm.metrics is not None
+        text = Exposition(lambda: llm.metrics.snapshot("m", range(2), 256, 16)).text().decode()  # type: ignore[union-attr]
+        wanted = {"engine": str(dp_rank), "model_name": "m", **labels}
+        families = text_string_to_metric_families(text)
+        return next(s.value for family in families for s in family.samples if (s.name, s.labels) == (name, wanted))
+
+    assert await run("one", 1, 6) == list(tiny.greedy("mixtral", tiny.prompt(9), 6))
+    await until(lambda: all(stats and not stats["running"] for stats in llm.rank_stats), "the ranks report their end")
+    first, second = llm.rank_stats
+    assert [second[name] for name in ("prompt_tokens", "generation_tokens", "dummy_steps")] == [9, 6, 0]
+    assert [first[name] for name in ("prompt_tokens", "generation_tokens", "dummy_steps")] == [0, 0, 6]
+    assert first["step"] == second["step"]
+    assert [rank["state"] for rank in describe_ranks(llm, "m")["ranks"]] == ["idle", "idle"]
+    assert [count("vllm:time_to_first_token_seconds_count", rank) for rank in (0, 1)] == [0, 1]
+    assert [count("vllm:inter_token_latency_seconds_count", rank) for rank in (0, 1)] == [0, 5]
+    assert [count("vllm:request_success_total", rank, finished_reason="length") for rank in (0, 1)] == [0, 1]
+
+    stream = llm.generate({"prompt_token_ids": [1, 2]}, greedy(200), "left", data_parallel_rank=1)
+    await anext(stream)
+    await stream.aclose()
+    assert [count("vllm:request_success_total", rank, finished_reason="abort") for rank in (0, 1)] == [0, 1]
+    with pytest.raises(ValueError, match="data_parallel_rank=7"):
+        await run("nowhere", 7, 3)
+    assert count("vllm:request_success_total", 0, finished_reason="abort") == 0, "what no rank had is counted nowhere"
+
+    held, task = process_of(1), asyncio.create_task(run("held", 0, 120))
+    await until(lambda: llm.rank_stats[0]["running"], "the request runs")
+    os.kill(held, signal.SIGSTOP)
+    try:
+        states = lambda: [(r["state"], r["waits_for"]) for r in describe_ranks(llm, "m")["ranks"]]  # noqa: E731
+        await until(lambda: states()[0] == ("waiting", [1]), "rank 0 says that it waits for rank 1", 10)
+        late = asyncio.create_task(run("late", 0, 2))
+        await asyncio.sleep(0.4)
+    finally:
+        os.kill(held, signal.SIGCONT)
+    assert [len(await task), len(await late)] == [120, 2]
+    assert count("vllm:request_queue_time_seconds_sum", 0) > 0.3, "it waited for the end of the step"
+    assert llm.rank_stats[0]["wait_seconds"] > 0
+
+
+@pytest.mark.multiprocess
+def test_what_served_ranks_tell(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    llm = AsyncLLM.from_engine_args(
+        EngineArgs(
+            tiny.checkpoint("mixtral"),
+            dtype="float32",
+            skip_tokenizer_init=True,
+            max_model_len=256,
+            max_num_seqs=8,
+            max_num_batched_tokens=64,
+            num_gpu_blocks_override=100,
+            data_parallel_size=2,
+            enable_expert_parallel=True,
+        )
+    )
+    try:
+        asyncio.run(watch(llm))
+    finally:
+        llm.shutdown(5)
