@@ -178,7 +178,7 @@ def test_whoever_leaves_frees_its_place(llm: AsyncLLM) -> None:
                 started.set()
 
         for how in ("cancelled", "aborted"):
-            started = asyncio.Event()
+            started, before = asyncio.Event(), sum(stats.get("generation_tokens", 0) for stats in llm.stats())
             task = asyncio.create_task(read(how))
             await started.wait()
             if how == "cancelled":
@@ -189,7 +189,10 @@ def test_whoever_leaves_frees_its_place(llm: AsyncLLM) -> None:
                 await llm.abort(how)
                 with pytest.raises(EngineGenerateError, match="aborted"):
                     await task
+            assert not llm.ranks.protocol.requests
             await served.until(lambda: all(stats["running"] == stats["kv_usage"] == 0 for stats in llm.stats()))
+            generated = sum(stats["generation_tokens"] for stats in llm.stats()) - before
+            assert generated < 150, f"{generated} tokens for a client that left after the first"
             assert await served.tokens(llm, 9, 3, how) == list(tiny.greedy(served.MODEL, tiny.prompt(9), 3))
 
     asyncio.run(check())
