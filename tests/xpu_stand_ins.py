@@ -62,7 +62,10 @@ def reshape_and_cache_flash(
     for t, slot in enumerate(slots.tolist()):
         if slot >= 0:
             for x, cache, scale in ((k, key_cache, k_scale), (v, value_cache, v_scale)):
-                row = (x[t].float() / scale).to(torch.float8_e4m3fn).view(torch.uint8) if kind == "fp8" else x[t]
+                row = x[t]
+                if kind == "fp8":
+                    row = row.float() / scale
+                    row = row.where(row.abs() <= 464, torch.nan).to(torch.float8_e4m3fn).view(torch.uint8)
                 cache.view(-1, *k.shape[1:])[slot] = row
 
 

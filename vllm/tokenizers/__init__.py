@@ -50,3 +50,15 @@ def get_tokenizer(
 
 
 __all__ = ["get_tokenizer"]
+
+
+def tokenizer_of(config: Any) -> Any:
+    """That of a ``ModelConfig``; None with ``skip_tokenizer_init``."""
+    if config.skip_tokenizer_init:
+        return None
+    return get_tokenizer(
+        config.tokenizer,
+        tokenizer_mode=config.tokenizer_mode,
+        trust_remote_code=config.trust_remote_code,
+        revision=config.tokenizer_revision,
+    )

@@ -124,8 +124,9 @@ class Browser:
         """The value of an expression once it is true."""
         end = time.monotonic() + seconds
         while not (value := self.evaluate(script)):
-            shown = self.evaluate("document.body.innerText")
-            assert time.monotonic() < end, f"{script} is not true within {seconds} s; {self.messages}; shown: {shown}"
+            if time.monotonic() > end:
+                shown = self.evaluate("document.body?.innerText")  # null before a page has begun
+                raise AssertionError(f"{script} is not true within {seconds} s; {self.messages}; shown: {shown}")
             time.sleep(0.05)
         return value
 

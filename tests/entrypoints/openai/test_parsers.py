@@ -57,6 +57,7 @@ MAKE = {
 }
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "days": 2}}\n</tool_call>'
 ARGS = '{"city": "Paris", "days": 2}'
+END = "</tool_call>"
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("plain", "a <tool_call> b", {"content": "a <tool_call> b"}),
     ("hermes", "just text < 3 <tool", {"content": "just text < 3 <tool"}),
@@ -83,6 +84,12 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
         "hermes",
         '<tool_call>{"name": "f", "arguments": {"a": 1</tool_call> x',
         {"content": " x", "calls": [("f", '{"a": 1')]},
+    ),
+    # The first mark of the end counts, as it must in a stream.
+    (
+        "hermes",
+        f'<tool_call>{{"name": "a{END}", "arguments": {{}}}}{END}',
+        {"content": f'<tool_call>{{"name": "a{END}", "arguments": {{}}}}{END}'},
     ),
     ("hermes", "<tool_call>no JSON</tool_call> x", {"content": "<tool_call>no JSON</tool_call> x"}),
     ("hermes", '<tool_call>{"name": "f"', {"content": '<tool_call>{"name": "f"'}),

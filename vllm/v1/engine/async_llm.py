@@ -19,7 +19,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import PromptType
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
-from vllm.tokenizers import get_tokenizer
+from vllm.tokenizers import tokenizer_of
 from vllm.v1.engine.core_client import RankClient, silence_timeout
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.input_processor import EngineInput, InputProcessor
@@ -47,14 +47,7 @@ class AsyncLLM:
     def __init__(self, vllm_config: VllmConfig, generation_config: Mapping[str, Any], launch: Launch) -> None:
         config = vllm_config.model_config
         self.generation_config = dict(generation_config)
-        self.tokenizer = None
-        if not config.skip_tokenizer_init:
-            self.tokenizer = get_tokenizer(
-                config.tokenizer,
-                tokenizer_mode=config.tokenizer_mode,
-                trust_remote_code=config.trust_remote_code,
-                revision=config.tokenizer_revision,
-            )
+        self.tokenizer = tokenizer_of(config)
         self.output_processor = OutputProcessor(self.tokenizer, log_stats=not vllm_config.disable_log_stats)
         self._clients: dict[str, _Client] = {}
         # One thread: the tokenizer is not made for several.

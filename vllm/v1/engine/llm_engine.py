@@ -13,7 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import PromptType
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
-from vllm.tokenizers import get_tokenizer
+from vllm.tokenizers import tokenizer_of
 from vllm.v1.engine.core import EngineCore, EngineStats
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
@@ -33,14 +33,7 @@ class LLMEngine:
     def __init__(self, vllm_config: VllmConfig, generation_config: Mapping[str, Any]) -> None:
         self.generation_config = dict(generation_config)
         config = vllm_config.model_config
-        self.tokenizer = None
-        if not config.skip_tokenizer_init:
-            self.tokenizer = get_tokenizer(
-                config.tokenizer,
-                tokenizer_mode=config.tokenizer_mode,
-                trust_remote_code=config.trust_remote_code,
-                revision=config.tokenizer_revision,
-            )
+        self.tokenizer = tokenizer_of(config)
         self.output_processor = OutputProcessor(self.tokenizer, log_stats=not vllm_config.disable_log_stats)
         core = self.engine_core = EngineCore(vllm_config, generation_config)
         self.worker, self.scheduler = core.worker, core.scheduler

@@ -114,16 +114,9 @@ class Grammars:
         """Of the tokenizer that the model's config names."""
 
         def load() -> Any:
-            from vllm.tokenizers import get_tokenizer
+            from vllm.tokenizers import tokenizer_of
 
-            if config.skip_tokenizer_init:
-                return None
-            return get_tokenizer(
-                config.tokenizer,
-                tokenizer_mode=config.tokenizer_mode,
-                trust_remote_code=config.trust_remote_code,
-                revision=config.tokenizer_revision,
-            )
+            return tokenizer_of(config)
 
         return cls(load)
 

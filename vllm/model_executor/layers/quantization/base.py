@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -24,6 +25,8 @@ Rows = slice | Tensor | None
 FP8 = torch.float8_e4m3fn
 # What checkpoints may give for the inputs of a matrix.
 INPUT_PARTS = ("input_scale", "input_scale_ub", "input_zero_point", "activation_scale")
+# What decides more than it computes: embeddings, heads, routers, and the decays and strengths of linear attention.
+KEPT = re.compile(r"(^|\.)(embed_tokens|lm_head|gate|router|shared_expert_gate|in_proj_(a|b|ba))\.weight$")
 
 
 class QuantizationConfig(ABC):
@@ -105,8 +108,9 @@ class QuantizationConfig(ABC):
             )
 
     def quantised_in_place(self, stored: Sequence[StoredTensor], specs: Sequence[WeightSpec]) -> list[StoredTensor]:
-        """``stored`` with those float matrices quantised to ``form`` as they are read that have to be."""
-        return quantised_while_read(stored, specs, *self.form)
+        """``stored`` with those float matrices quantised to ``form`` as they are read that have to be, or that releases
+        quantise."""
+        return quantised_while_read(stored, specs, *self.form, KEPT.search)
 
 
 def part(found: Mapping[str, StoredTensor], leaf: str, of: str) -> StoredTensor:

@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Float checkpoints quantised while they are loaded: ``quantization="fp8"`` and ``"int8"``.
 
-One scale a row, so that every parallel layout has the same weights; inputs stay as they are. What decides more than it
-computes keeps its precision: embeddings, heads, routers, and the decays and strengths of linear attention.
+One scale a row, so that every parallel layout has the same weights; inputs stay as they are. ``base.KEPT`` keep their
+precision.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm.model_executor.layers.quantization.base import QuantizationConfig, quantised_while_read
+from vllm.model_executor.layers.quantization.base import KEPT, QuantizationConfig, quantised_while_read
 from vllm.model_executor.model_loader.weight_utils import StoredTensor
 from vllm.model_executor.parameter import WeightSpec
-
-_KEPT = re.compile(r"(^|\.)(embed_tokens|lm_head|gate|router|shared_expert_gate|in_proj_(a|b|ba))\.weight$")
 
 
 class OnlineConfig(QuantizationConfig):
@@ -30,6 +27,6 @@ class OnlineConfig(QuantizationConfig):
         raise NotImplementedError("nothing is stored quantised")
 
     def adapt(self, stored: Sequence[StoredTensor], specs: Sequence[WeightSpec]) -> list[StoredTensor]:
-        return quantised_while_read(stored, specs, *self.form, _KEPT.search)
+        return quantised_while_read(stored, specs, *self.form, KEPT.search)
 
     quantised_in_place = adapt
