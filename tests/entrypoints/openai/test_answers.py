@@ -365,3 +365,5 @@ def test_tokens_of_one_text():
     given = ServingCompletion(serving)._logprobs(None, [5], [row], 0)  # type: ignore[arg-type]
     assert given["token_logprobs"] == [-2.0]
     assert given["top_logprobs"] == [{"a": -1.0, "b": -9999.0}]
+    given = ServingCompletion(serving)._logprobs(None, [7], [{7: row[7], 5: row[5]}], 0)  # type: ignore[arg-type]
+    assert given["top_logprobs"] == [{"a": -1.0}]
