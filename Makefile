@@ -4,10 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test device lint mutants clean
+.PHONY: demo serve test device lint mutants clean
 
 demo: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node=4 examples/offline_inference/xpu_arc_b60_dp_ep.py
+
+serve: $(INSTALLED)
+	$(BIN)/vllm serve --host 127.0.0.1
 
 test: $(INSTALLED) lint
 	$(BIN)/python -m pytest

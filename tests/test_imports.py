@@ -33,9 +33,11 @@ LAYERS = [
     "vllm.v1.worker",
     "vllm.v1.executor",
     "vllm.engine.arg_utils",
+    "vllm._upstream_names",
     "vllm.v1.engine",
     "vllm.engine vllm.beam_search",
-    "vllm.entrypoints vllm._upstream_names",
+    "vllm.benchmarks",
+    "vllm.entrypoints",
     # packages that lead to all of the above
     "vllm vllm.model_executor vllm.v1",
 ]  # fmt: skip

@@ -83,6 +83,7 @@ VARIABLES: dict[str, tuple[Callable[[], Any], str]] = {
         "seconds after which a silent process of a served engine is taken for dead",
     ),
     "VLLM_PLACEMENT_TIMEOUT_S": (_number("VLLM_PLACEMENT_TIMEOUT_S", 60.0), "seconds that Ray gets to place the ranks"),
+    "VLLM_API_KEY": (_text("VLLM_API_KEY"), "the key that a server asks for, and that its terminal clients give"),
     "VLLM_TRACE_COLLECTIVES": (_text("VLLM_TRACE_COLLECTIVES"), "1 prints each; a folder gets vllm doctor's ledgers"),
     "VLLM_CHECK_COLLECTIVES": (_switch("VLLM_CHECK_COLLECTIVES", False), "compare each between ranks before it runs"),
     "VLLM_HOST_IP": (_text("VLLM_HOST_IP"), "this machine's address as get_ip() gives it; empty = by its routes"),
@@ -96,10 +97,10 @@ VARIABLES: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 # Upstream's variables, and some that others set, that ask for nothing which is not so here: no statistics are sent,
-# nothing is compiled or fetched, other devices are not this one. VLLM_API_KEY is the server's.
+# nothing is compiled or fetched, other devices are not this one.
 _ASKS_FOR_NOTHING = re.compile(
     r"""VLLM_(
-        NO_USAGE_STATS|DO_NOT_TRACK|USAGE_SOURCE|USAGE_STATS_SERVER|NO_DEPRECATION_WARNING|API_KEY|SERVER_DEV_MODE
+        NO_USAGE_STATS|DO_NOT_TRACK|USAGE_SOURCE|USAGE_STATS_SERVER|NO_DEPRECATION_WARNING|SERVER_DEV_MODE
         |ENABLE_V1_MULTIPROCESSING|WORKER_MULTIPROC_METHOD|RPC_TIMEOUT|RPC_BASE_PATH|MSGPACK_ZERO_COPY_THRESHOLD
         |RINGBUFFER_WARNING_INTERVAL|MQ_MAX_CHUNK_BYTES_MB|SLEEP_WHEN_IDLE|V1_OUTPUT_PROC_CHUNK_SIZE
         |HTTP_TIMEOUT_KEEP_ALIVE|KEEP_ALIVE_ON_ENGINE_DEATH|CONFIG_ROOT|ASSETS_CACHE|DISABLE_COMPILE_CACHE|FORCE_AOT_LOAD|COMPILE_CACHE_SAVE_FORMAT|SKIP_P2P_CHECK

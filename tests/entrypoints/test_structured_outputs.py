@@ -287,6 +287,8 @@ def test_nan_logits_end_the_request_as_ever(llm: Any, monkeypatch: pytest.Monkey
 def test_refused_before_it_runs(llm: Any, structured: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         run(llm, held(**structured))
+    with pytest.raises(ValueError, match=re.escape(words)):  # in the front end already, which may be another process
+        llm.llm_engine.input_processor.process_inputs("hello", held(**structured))
     assert not llm.llm_engine.has_unfinished_requests()
 
 

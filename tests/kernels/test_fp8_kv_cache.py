@@ -260,10 +260,10 @@ def test_a_device_that_fails_its_check_is_refused(monkeypatch: pytest.MonkeyPatc
         return "too hot" if operator == "paged_attention" else None
 
     choices = table.choose("cpu")
-    monkeypatch.setattr(table, "choose", lambda device_type: choices)
+    monkeypatch.setattr(ops, "choose", lambda device_type: choices)
     monkeypatch.setattr(checks, "failure", failure)
-    table.check_fp8_cache("cpu")
+    ops.check_fp8_cache("cpu")
     assert not asked
     with pytest.raises(ValueError, match=r"paged_attention by cpu fails .* on cuda \(too hot\).*kv_cache_dtype='auto'"):
-        table.check_fp8_cache("cuda")
+        ops.check_fp8_cache("cuda")
     assert asked == [("reshape_and_cache", "cuda", True), ("paged_attention", "cuda", True)]

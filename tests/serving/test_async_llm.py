@@ -178,7 +178,7 @@ def test_whoever_leaves_frees_its_place(llm: AsyncLLM) -> None:
                 started.set()
 
         for how in ("cancelled", "aborted"):
-            started = asyncio.Event()
+            started, before = asyncio.Event(), sum(stats.get("generation_tokens", 0) for stats in llm.stats())
             task = asyncio.create_task(read(how))
             await started.wait()
             if how == "cancelled":
@@ -189,7 +189,10 @@ def test_whoever_leaves_frees_its_place(llm: AsyncLLM) -> None:
                 await llm.abort(how)
                 with pytest.raises(EngineGenerateError, match="aborted"):
                     await task
+            assert not llm.ranks.protocol.requests
             await served.until(lambda: all(stats["running"] == stats["kv_usage"] == 0 for stats in llm.stats()))
+            generated = sum(stats["generation_tokens"] for stats in llm.stats()) - before
+            assert generated < 150, f"{generated} tokens for a client that left after the first"
             assert await served.tokens(llm, 9, 3, how) == list(tiny.greedy(served.MODEL, tiny.prompt(9), 3))
 
     asyncio.run(check())
@@ -219,7 +222,8 @@ def test_idle_ranks_sleep_and_wake_at_once(llm: AsyncLLM) -> None:
         await asyncio.sleep(4)
         assert [stats["steps"] for stats in llm.stats()] == steps
         shares = [(served.cpu_seconds(pid) - before) / 4 for pid, before in zip(pids, used, strict=True)]
-        assert max(shares) <= 0.011, f"idle ranks use {shares} of a core"
+        # 1 % where nothing else runs: on a busy machine each look around costs more.
+        assert max(shares) < 0.02, f"idle ranks use {shares} of a core"
         waits = []
         for number in range(5):
             await asyncio.sleep(0.3)

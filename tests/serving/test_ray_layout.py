@@ -104,6 +104,7 @@ def test_groups_of_a_machine_are_neighbours() -> None:
 def test_variables_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ORDERED_SUMS", "1")
     monkeypatch.setenv("VLLM_HOST_IP", "10.0.0.99")
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
     monkeypatch.setenv("PATH_OF_MINE", "x")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("_VLLM_FRONT_END", "{}")
@@ -122,7 +123,7 @@ def test_variables_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for variables in found:
         assert variables["VLLM_ORDERED_SUMS"] == "1"
         assert variables["_VLLM_FRONT_END"] == "{}"
-        assert not {"VLLM_HOST_IP", "PATH_OF_MINE"} & set(variables)
+        assert not {"VLLM_HOST_IP", "VLLM_API_KEY", "PATH_OF_MINE"} & set(variables)
     assert "GLOO_SOCKET_IFNAME" not in variables_of_ranks(places[:2], 0)[0]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
     assert variables_of_ranks(places, 0)[2]["GLOO_SOCKET_IFNAME"] == "mine"

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm.kernels import memory, quantized, weights
+from vllm.kernels import checks, memory, quantized, weights
 from vllm.kernels.quantized import QuantizedWeight
-from vllm.kernels.table import choose, first_installed, run_another
+from vllm.kernels.table import ATTENTION, choose, first_installed, run_another
 from vllm.kernels.weights import GDNWeights, PackedExperts, PackedWeight
 
 
@@ -535,3 +535,19 @@ def log_probabilities(
     the logits themselves are given. Which of equal tokens is among the likeliest is the implementation's.
     """
     return _run("log_probabilities", logits_RV, num_logprobs, token_ids_R, normalise)
+
+
+def check_fp8_cache(device_type: str) -> None:
+    """
+    Raises:
+        ValueError: what would read and write a float8 cache on this device does it wrong.
+    """
+    for operator in ATTENTION if device_type != "cpu" else ():
+        choice = choose(device_type)[operator]
+        function = getattr(sys.modules[__name__], operator)
+        wrong = checks.failure(operator, function, device_type, choice.module, fp8_cache=True)
+        if wrong is not None:
+            raise ValueError(
+                f"kv_cache_dtype='fp8': {operator} by {choice.implementation} fails its check with a float8 cache on "
+                f"{device_type} ({wrong}); use kv_cache_dtype='auto', or another implementation with VLLM_KERNELS"
+            )

@@ -160,23 +160,6 @@ def choose_anew(device_type: str) -> dict[str, Choice]:
     return choices
 
 
-def check_fp8_cache(device_type: str) -> None:
-    """
-    Raises:
-        ValueError: what would read and write a float8 cache on this device does it wrong.
-    """
-    from vllm.kernels import ops
-
-    for operator in ATTENTION if device_type != "cpu" else ():
-        choice = choose(device_type)[operator]
-        wrong = checks.failure(operator, getattr(ops, operator), device_type, choice.module, fp8_cache=True)
-        if wrong is not None:
-            raise ValueError(
-                f"kv_cache_dtype='fp8': {operator} by {choice.implementation} fails its check with a float8 cache on "
-                f"{device_type} ({wrong}); use kv_cache_dtype='auto', or another implementation with VLLM_KERNELS"
-            )
-
-
 def first_installed(operator: str, device_type: str) -> Any:
     """The module that ``choose`` takes if it passes its check; touches no device."""
     wanted = wishes()

@@ -18,14 +18,14 @@ def char_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def engine(char_llama: Path) -> Iterator[InlineEngine]:
     engine = InlineEngine(str(char_llama), served_model_name="chars", **ENGINE_ARGS)
     yield engine
     engine.shutdown()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(engine: InlineEngine) -> Iterator[Server]:
     """With all options at their defaults."""
     with serving(engine) as server:

@@ -7,6 +7,7 @@ import functools
 import operator
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -15,6 +16,8 @@ import torch
 from http_server import ENGINE_ARGS, Server, serving
 
 from vllm import LLM, SamplingParams
+from vllm.entrypoints.openai.serving_completion import ServingCompletion
+from vllm.logprobs import Logprob
 
 PROMPT = "the sea is"
 MESSAGES = [{"role": "user", "content": "say a word"}]
@@ -353,3 +356,14 @@ def test_openai_client_async(server: Server, llm: LLM):
             return list(await asyncio.gather(one(PROMPT), one("b")))
 
     assert asyncio.run(run()) == [output.outputs[0].text for output in expected]
+
+
+def test_tokens_of_one_text():
+    """OpenAI's form names tokens by their text: of several, the likeliest counts, or clients take the chosen for it."""
+    serving = SimpleNamespace(token_name=lambda token_id, logprob, request: logprob.decoded_token)
+    row = {5: Logprob(-2.0, 2, "a"), 7: Logprob(-1.0, 1, "a"), 8: Logprob(float("-inf"), 3, "b")}
+    given = ServingCompletion(serving)._logprobs(None, [5], [row], 0)  # type: ignore[arg-type]
+    assert given["token_logprobs"] == [-2.0]
+    assert given["top_logprobs"] == [{"a": -1.0, "b": -9999.0}]
+    given = ServingCompletion(serving)._logprobs(None, [7], [{7: row[7], 5: row[5]}], 0)  # type: ignore[arg-type]
+    assert given["top_logprobs"] == [{"a": -1.0}]

@@ -66,6 +66,14 @@ class Echo:
         return StreamingResponse(stream(), media_type="text/event-stream")
 
 
+@pytest.fixture(autouse=True)
+def _ctrl_c_is_heard() -> Iterator[None]:
+    """A process started in the background ignores it, and so do those that it starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def echo(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Echo, str]]:
     monkeypatch.setenv("OPENAI_API_KEY", "k")

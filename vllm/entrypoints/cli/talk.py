@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from vllm import envs
 from vllm.utils.argparse_utils import Parser
 from vllm.utils.http_client import HTTPError, request
 
@@ -33,7 +34,7 @@ def _parser(name: str, description: str) -> Parser:
 class _Server:
     def __init__(self, args: argparse.Namespace) -> None:
         self.url, self.is_quick = args.url.rstrip("/"), args.quick is not None
-        key = args.api_key or os.environ.get("OPENAI_API_KEY") or os.environ.get("VLLM_API_KEY")
+        key = args.api_key or os.environ.get("OPENAI_API_KEY") or envs.VLLM_API_KEY
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.options: dict[str, Any] = {"model": args.model or asyncio.run(self._first_model()), "stream": True}
         for name in ("max_tokens", "temperature"):

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-import os
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Iterable
@@ -23,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm import __version__
+from vllm import __version__, envs
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.openai.cli_args import FrontendArgs
 from vllm.entrypoints.openai.errors import APIError, as_api_error
@@ -272,7 +271,7 @@ def build_app(engine: EngineClient, args: FrontendArgs) -> FastAPI:
 
 
 def _keys(args: FrontendArgs) -> list[str]:
-    keys = args.api_key or [key for key in (os.environ.get("VLLM_API_KEY"),) if key]
+    keys = args.api_key or [key for key in (envs.VLLM_API_KEY,) if key]
     if not all(keys):
         raise ValueError("api_key has an empty key, which anybody could give; name one or leave it out")
     return keys

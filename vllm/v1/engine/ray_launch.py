@@ -21,9 +21,9 @@ from vllm import envs
 from vllm.utils.network_utils import get_open_port
 from vllm.v1.engine.launch import AGENT, FRONT_END, NODE, Launch, interface_of
 
-# What a rank needs of the front end's environment; its machine's own address is not among it.
+# What a rank needs of the front end's environment; that machine's address and the server's key are not among it.
 _PASSED_ON = re.compile(
-    r"(?!VLLM_HOST_IP$)(VLLM|HF|TRANSFORMERS|TOKENIZERS|TORCH|TRITON|GLOO|NCCL|CCL|OMP|KMP)_.*|PYTHONPATH"
+    r"(?!VLLM_(HOST_IP|API_KEY)$)(VLLM|HF|TRANSFORMERS|TOKENIZERS|TORCH|TRITON|GLOO|NCCL|CCL|OMP|KMP)_.*|PYTHONPATH"
 )
 # In one of them Ray tells an actor its devices.
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR")

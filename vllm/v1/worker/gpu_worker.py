@@ -16,7 +16,8 @@ from vllm.config import VllmConfig
 from vllm.distributed import GroupLease, get_dp_group, get_ep_group, get_world_group
 from vllm.distributed.eplb import ExpertLoadBalancer
 from vllm.distributed.parallel_state import check_same_on_all_ranks, tell_all_launched
-from vllm.kernels.table import check_fp8_cache, choose_anew
+from vllm.kernels.ops import check_fp8_cache
+from vllm.kernels.table import choose_anew
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import FusedMoE
 from vllm.model_executor.model_loader import get_model
