@@ -215,7 +215,7 @@ def test_forms_of_experts() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_forms_of_quantised_products(dtype: torch.dtype) -> None:
     """Experts of such weights take tiles of others by the same means as those of plain ones."""
-    weight: Any = SimpleNamespace(dtype=dtype, group_size=128, K=256)
+    weight: Any = SimpleNamespace(format="int8", dtype=dtype, group_size=128, K=256)
 
     def tiles(T: int, few: int = 16) -> Any:
         return quantized._tiles(weight, T, few, False)
