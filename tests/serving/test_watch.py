@@ -64,7 +64,12 @@ async def watch(llm: AsyncLLM) -> None:
         return next(s.value for family in families for s in family.samples if (s.name, s.labels) == (name, wanted))
 
     assert await run("one", 1, 6) == list(tiny.greedy("mixtral", tiny.prompt(9), 6))
-    await until(lambda: all(stats and not stats["running"] for stats in llm.rank_stats), "the ranks report their end")
+
+    def at_rest() -> bool:
+        both = llm.rank_stats
+        return all(both) and not any(stats["running"] for stats in both) and both[0]["step"] == both[1]["step"]
+
+    await until(at_rest, "the ranks report their end")
     first, second = llm.rank_stats
     assert [second[name] for name in ("prompt_tokens", "generation_tokens", "dummy_steps")] == [9, 6, 0]
     assert [first[name] for name in ("prompt_tokens", "generation_tokens", "dummy_steps")] == [0, 0, 6]
