@@ -316,7 +316,7 @@ def test_perplexity_of_smollm2(capsys: pytest.CaptureFixture[str]) -> None:
     from vllm.tokenizers import get_tokenizer
 
     source = ensure_checkpoint("dense")
-    ids = get_tokenizer(str(source)).encode((ROOT / "README.md").read_text())[:700]
+    ids = get_tokenizer(str(source)).encode((ROOT / "tests" / "quantization" / "perplexity.txt").read_text())[:700]
 
     def perplexity(dtype: str) -> float:
         llm = LLM(

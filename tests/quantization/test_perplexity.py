@@ -56,7 +56,7 @@ def source() -> Path:
 def token_ids(source) -> list[int]:
     from vllm.tokenizers import get_tokenizer
 
-    return get_tokenizer(str(source)).encode((ROOT / "README.md").read_text())[:700]
+    return get_tokenizer(str(source)).encode((ROOT / "tests" / "quantization" / "perplexity.txt").read_text())[:700]
 
 
 def perplexity(logprobs: list[float]) -> float:
