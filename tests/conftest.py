@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -25,6 +26,15 @@ def _kernels_are_chosen_anew() -> Iterator[None]:
     yield
     if (table := sys.modules.get("vllm.kernels.table")) is not None:
         table.choose.cache_clear()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _engines_end_with_their_module() -> Iterator[None]:
+    """One that a test dropped, or that a fixture held, may wait for the collector; others ask what a process without an
+    engine would hold."""
+    yield
+    if (groups := sys.modules.get("vllm.distributed.parallel_state")) is not None and groups._groups:
+        gc.collect()
 
 
 @pytest.fixture
