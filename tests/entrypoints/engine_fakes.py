@@ -74,6 +74,26 @@ def save_char_llama(folder: Path, num_positions: int) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def save_byte_llama(folder: Path, **more: Any) -> None:
+    """fp32, the vocabulary of ``byte_tokenizer``, 512 positions; ``more``: of its config."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=260,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        **more,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+
+
 class FakeWorker:
     """Samples last token + 1, below 256. ``before_step(worker, scheduler_output)`` runs first in each step; the other
     DP ranks have work for ``steps_of_other_ranks`` steps."""

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import served
 import tiny_models as tiny
-from entrypoints.engine_fakes import byte_tokenizer
+from entrypoints.engine_fakes import save_byte_llama
 from launcher import free_port
 
 from vllm.engine.arg_utils import EngineArgs, help_texts
@@ -111,22 +111,8 @@ OPTIONS = [
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny model with a tokenizer."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=260,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
+    save_byte_llama(folder)
     return str(folder)
 
 
