@@ -19,7 +19,7 @@ LAYERS = [
     "vllm.logprobs vllm.inputs vllm.sampling_params vllm.lora vllm.outputs vllm.sequence vllm.v1.metrics"
     " vllm.v1.outputs vllm.v1.request",
     "vllm.platforms vllm.v1.transfers",
-    "vllm.kernels vllm._custom_ops",
+    "vllm.kernels vllm._custom_ops vllm.compilation.recording",
     "vllm.forward_context vllm.distributed",
     # files of weights, read by what understands them
     "vllm.model_executor.parameter vllm.model_executor.model_loader.weight_utils"
@@ -30,7 +30,7 @@ LAYERS = [
     "vllm.model_executor.models",
     "vllm.model_executor.model_loader",
     "vllm.v1.core vllm.v1.sample vllm.v1.structured_output vllm.v1.debug",
-    "vllm.v1.worker",
+    "vllm.v1.worker vllm.compilation",
     "vllm.v1.executor",
     "vllm.engine.arg_utils",
     "vllm._upstream_names",

@@ -8,18 +8,25 @@ from dataclasses import dataclass
 
 
 class CUDAGraphMode(enum.IntEnum):
-    """Ordered by what a rank may assume: the minimum over the DP ranks is what all of them run."""
+    """How steps are replayed; the first three are also what one step runs in, where the minimum of what the DP ranks
+    could run is what all of them run.
+
+    PIECEWISE: the pieces between collectives; FULL: all of the forward pass, where it has none; FULL_DECODE_ONLY: only
+    steps in which each request runs one token; FULL_AND_PIECEWISE: these whole, the others in pieces.
+    """
 
     NONE = 0
     PIECEWISE = 1
     FULL = 2
+    FULL_DECODE_ONLY = 3
+    FULL_AND_PIECEWISE = 4
 
 
 @dataclass(frozen=True)
 class CompilationConfig:
     """``cudagraph_capture_sizes``: token counts, ascending; a batch that fits one is padded up to it."""
 
-    cudagraph_mode: CUDAGraphMode = CUDAGraphMode.NONE
+    cudagraph_mode: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE
     cudagraph_capture_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

@@ -440,13 +440,6 @@ class EngineArgs:
             config = dataclasses.replace(config, cudagraph_capture_sizes=tuple(self.cudagraph_capture_sizes))
         if self.enforce_eager:
             config = dataclasses.replace(config, cudagraph_mode=CUDAGraphMode.NONE)
-        if config.cudagraph_mode != CUDAGraphMode.NONE:
-            log_once(
-                logger,
-                logging.WARNING,
-                f"cudagraph_mode={config.cudagraph_mode.name} captures nothing: every step is eager; batches are only "
-                "padded to cudagraph_capture_sizes",
-            )
         return config
 
     @classmethod
@@ -527,7 +520,7 @@ _SHORT = {
 
 def _graph_mode(mode: Any) -> CUDAGraphMode:
     if mode is None:
-        return CUDAGraphMode.NONE
+        return CUDAGraphMode.FULL_AND_PIECEWISE
     name = mode.upper() if isinstance(mode, str) else getattr(mode, "name", str(mode))
     if name not in CUDAGraphMode.__members__:
         known = ", ".join(CUDAGraphMode.__members__)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm.compilation import recording
 from vllm.kernels.cpu import build
 from vllm.kernels.memory import huge_page_empty
 from vllm.kernels.quantized import QuantizedWeight
@@ -46,6 +47,8 @@ def _at(tensor: Tensor) -> int:
             f"the CPU kernels were given a tensor {tuple(tensor.shape)} on {tensor.device}: move it to the CPU, or use "
             "the operators of its own device (VLLM_KERNELS, VLLM_ATTENTION_BACKEND)"
         )
+    if recording.active is not None:
+        recording.active.keep(tensor)
     return tensor.data_ptr()
 
 
@@ -72,12 +75,21 @@ _FUNCTIONS = (
     "vc_quantized_linear",
     "vc_quantized_embedding",
     "vc_quantized_experts",
+    "vc_run",
 )
+# A step may be made of these; the others are for weights that are loaded.
+_OF_A_STEP = tuple(name for name in _FUNCTIONS if name not in ("vc_panel_width", "vc_matrix_unit", "vc_run"))
+
+
+def _kernels() -> Any:
+    """The loaded library, or None where it cannot be built or is switched off; while a step is recorded, what stands
+    in its place."""
+    library = _library()
+    return library if recording.active is None else recording.active.in_place_of(library, _OF_A_STEP)
 
 
 @functools.cache
-def _kernels() -> Any:
-    """The loaded library, or None where it cannot be built or is switched off."""
+def _library() -> Any:
     library = build.load()
     if library is not None:
         for name in _FUNCTIONS:
@@ -90,7 +102,7 @@ def _kernels() -> Any:
 
 def kernels_available() -> bool:
     """Whether the C++ kernels run in this process (builds them on the first call)."""
-    return _kernels() is not None
+    return _library() is not None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

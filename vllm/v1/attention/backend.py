@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import enum
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,6 +11,15 @@ from typing import Any, ClassVar
 import torch
 
 from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class AttentionCGSupport(enum.IntEnum):
+    """Which steps a backend's layers do alike whatever the host knows of them, so that one captured step serves all of
+    its size."""
+
+    NEVER = 0
+    UNIFORM_SINGLE_TOKEN_DECODE = 1  # steps in which each request runs one token
+    ALWAYS = 3
 
 
 @dataclass(frozen=True)
@@ -21,6 +31,9 @@ class CommonAttentionMetadata:
     block_table [R, max_blocks] int32: cache blocks of each request, null block (0) past its end.
     slot_mapping [T] int64: cache slot of each row's key and value, -1 for a pad row.
     state_indices [R] int32: recurrent-state slot of each request, the pad slot (0) for a pad request.
+
+    ``is_captured``: what is made of it must hold for every step of as many rows and requests; then the table has all
+    of its columns, of which those past a request's end hold anything.
     """
 
     query_start_loc: torch.Tensor
@@ -35,6 +48,7 @@ class CommonAttentionMetadata:
     num_padded_tokens: int
     max_query_len: int
     max_seq_len: int
+    is_captured: bool = False
 
     def __post_init__(self) -> None:
         end = int(self.query_start_loc_cpu[-1])
@@ -48,6 +62,8 @@ class CommonAttentionMetadata:
 
 class AttentionMetadataBuilder:
     """Turns the common metadata into a backend's own, once a step for all its layers; here they are the same."""
+
+    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
 
     def __init__(self, kv_cache_config: KVCacheConfig) -> None:
         self.kv_cache_config = kv_cache_config

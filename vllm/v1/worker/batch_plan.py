@@ -41,12 +41,13 @@ class BatchPlan:
         return self.num_tokens_unpadded == 0
 
     @staticmethod
-    def make(agreement: DPAgreement, num_reqs_unpadded: int) -> BatchPlan:
-        """The plan that follows from the ranks' agreement. A dummy step carries one pad request."""
+    def make(agreement: DPAgreement, num_reqs_unpadded: int, num_reqs_captured: int = 1) -> BatchPlan:
+        """The plan that follows from the ranks' agreement. A dummy step carries one pad request, a captured one as many
+        as it was captured with."""
         return BatchPlan(
             step=agreement.step,
             num_reqs_unpadded=num_reqs_unpadded,
-            num_reqs_padded=max(num_reqs_unpadded, 1),
+            num_reqs_padded=max(num_reqs_unpadded, num_reqs_captured if agreement.cudagraph_mode else 1),
             num_tokens_unpadded=agreement.num_tokens_unpadded,
             num_tokens_padded=agreement.num_tokens_padded,
             num_tokens_unpadded_across_dp=agreement.num_tokens_unpadded_across_dp,

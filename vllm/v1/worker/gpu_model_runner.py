@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm.compilation.cuda_graph import ModelInputs, StepGraphs
 from vllm.config import VllmConfig
 from vllm.distributed import get_dp_group, get_tp_group
 from vllm.distributed.eplb import ExpertLoadBalancer
@@ -39,13 +40,10 @@ logger = init_logger(__name__)
 
 
 @dataclass(frozen=True)
-class StepInputs:
+class StepInputs(ModelInputs):
     """What one step computes on. ``sampling`` lists the positions in the scheduler's order that get a token,
     ``logits_rows`` the token row that each of them is sampled from."""
 
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    common: CommonAttentionMetadata
     rows: np.ndarray
     first_positions: np.ndarray
     starts: np.ndarray
@@ -65,6 +63,8 @@ class GPUModelRunner:
         )
         self.sampler = Sampler(vllm_config.model_config.logprobs_mode)
         self.pad_to_max = pads_to_max(platform.policies, parallel.enable_expert_parallel, parallel.data_parallel_size)
+        self.dp_rank = get_dp_group().rank_in_group
+        self.is_watched = False  # the model's layers are looked at one by one, so each step runs eagerly
         self.step = 0
         self.counts = StepCounts()
         self.balancer: ExpertLoadBalancer | None = None
@@ -97,6 +97,11 @@ class GPUModelRunner:
             layer.bind_kv_cache(kv_cache_config)
         backends = {layer.backend for layer in self.cached_layers.values()}
         self.builders = {backend: backend.builder_cls(kv_cache_config) for backend in backends}
+        self.graphs = StepGraphs(self)
+
+    @torch.inference_mode()
+    def capture_model(self) -> None:
+        self.graphs.capture()
 
     def release_kv_cache(self) -> None:
         for layer in self.cached_layers.values():
@@ -127,7 +132,10 @@ class GPUModelRunner:
             inputs = self._prepare_inputs(scheduler_output, plan)
         copies = HostCopies(self.device)
         with self.forward_context(plan, inputs.common):
-            hidden_states = self.model(inputs.input_ids, inputs.positions)
+            if plan.cudagraph_mode:
+                hidden_states = self.graphs.replay(inputs)
+            else:
+                hidden_states = self.model(inputs.input_ids, inputs.positions)
             if plan.is_dummy:
                 return ModelRunnerOutput()
             prompt_logprobs = self._score_prompts(scheduler_output, inputs, hidden_states, copies)
@@ -149,6 +157,10 @@ class GPUModelRunner:
             elif block_ids:
                 batch.append_blocks(request.request_id, block_ids)
 
+    def clear_states(self, state_slots: Iterable[int]) -> None:
+        for state_slot in state_slots:
+            self._clear_state(int(state_slot))
+
     def _clear_state(self, state_slot: int) -> None:
         if state_slot >= 0:
             for layer in self.cached_layers.values():
@@ -164,6 +176,8 @@ class GPUModelRunner:
             step=self.step,
             has_unfinished=has_unfinished,
             num_tokens_padded=self.vllm_config.compilation_config.padded_size(num_tokens) if num_tokens else 0,
+            cudagraph_mode=self.graphs.vote(scheduler_output.num_scheduled_tokens),
+            bucket=self.graphs.bucket,
             pad_to_max=self.pad_to_max,
             stopping=self.stopping,
             work=self._digest_of(scheduler_output) if get_tp_group().world_size > 1 else 0,
@@ -171,7 +185,8 @@ class GPUModelRunner:
         waited = time.perf_counter() - begun if self.vllm_config.parallel_config.world_size > 1 else 0.0
         self.step += 1
         self.agreement, self.any_unfinished_across_dp = agreement, agreement.any_unfinished
-        plan = BatchPlan.make(agreement, len(scheduler_output.requests))
+        captured = self.graphs.num_reqs(agreement.num_tokens_padded)
+        plan = BatchPlan.make(agreement, len(scheduler_output.requests), captured)
         self.counts.record(plan, waited)
         return plan
 
@@ -238,12 +253,15 @@ class GPUModelRunner:
         ``block_table``, their tokens' cache ``slots`` and their own ``state_slots`` [R]; padded as the plan says."""
         buffers, max_seq_len = self.buffers, int(seq_lens.max(initial=0))
         num_columns = max(-(-max_seq_len // self.input_batch.block_table.block_size), 1)
+        table = buffers.block_table.fill_columns(block_table, rows, num_columns, plan.num_reqs_padded)
+        if plan.cudagraph_mode:
+            table = buffers.block_table.device[: plan.num_reqs_padded]
         return CommonAttentionMetadata(
             query_start_loc=buffers.fill_query_start_loc(scheduled, plan.num_reqs_padded),
             query_start_loc_cpu=buffers.query_start_loc.host[: plan.num_reqs_padded + 1],
             seq_lens=buffers.seq_lens.fill(seq_lens, plan.num_reqs_padded),
             seq_lens_cpu=buffers.seq_lens.host[: plan.num_reqs_padded],
-            block_table=buffers.block_table.fill_columns(block_table, rows, num_columns, plan.num_reqs_padded),
+            block_table=table,
             slot_mapping=buffers.slot_mapping.fill(slots, plan.num_tokens_padded),
             state_indices=buffers.state_indices.fill(state_slots, plan.num_reqs_padded),
             num_reqs=plan.num_reqs_padded,
@@ -251,6 +269,7 @@ class GPUModelRunner:
             num_padded_tokens=plan.num_tokens_padded,
             max_query_len=int(scheduled.max(initial=0)),
             max_seq_len=max_seq_len,
+            is_captured=bool(plan.cudagraph_mode),
         )
 
     def forward_context(self, plan: BatchPlan, common: CommonAttentionMetadata) -> AbstractContextManager[Any]:

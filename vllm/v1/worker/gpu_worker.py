@@ -133,6 +133,8 @@ class Worker:
             layers = [module for module in self.runner.model.modules() if isinstance(module, FusedMoE)]
             self.runner.balancer = ExpertLoadBalancer(layers, get_ep_group(), interval)
         self.nan_trace = install_nan_trace(self.runner.model)
+        self.runner.is_watched = self.nan_trace is not None
+        self.runner.capture_model()
 
     # --- between steps --------------------------------------------------------------------------------------------
 

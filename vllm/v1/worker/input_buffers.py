@@ -8,12 +8,16 @@ written apart from what a copy to the device may still read.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
 
 from vllm.v1.transfers import PersistentBuffer, Staging
+
+
+_NO_VALUE = -(2**31) + 7
 
 
 class InputBuffers:
@@ -34,6 +38,19 @@ class InputBuffers:
         self.state_indices = buffer(max_num_reqs, torch.int32)
         self.block_table = buffer(max_num_reqs, torch.int32, width=max_blocks)
         self.logits_rows = buffer(max_num_reqs, torch.int64)
+
+    def _buffers(self) -> Iterator[PersistentBuffer]:
+        return (x for x in vars(self).values() if isinstance(x, PersistentBuffer))
+
+    def overwrite(self) -> None:
+        """Put a value into every row that no batch has; see ``not_filled``."""
+        for buffer in self._buffers():
+            buffer.device.fill_(_NO_VALUE)
+
+    @staticmethod
+    def not_filled(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        """Which of ``tensors`` hold in some row what ``overwrite`` put there."""
+        return [name for name, x in tensors.items() if (x == _NO_VALUE).any()]
 
     def filling(self) -> AbstractContextManager[None]:
         """Around all fills of one step."""

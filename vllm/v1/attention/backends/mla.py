@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from vllm.utils.math_utils import cdiv
-from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,9 @@ class MLAMetadata(CommonAttentionMetadata):
         return self._parts[expand_from]
 
     def _cut(self, expand_from: int) -> list[Part]:
+        if self.is_captured:  # one token a request: all are served together, those of padding too
+            common = self.query_start_loc, self.query_start_loc_cpu, self.seq_lens, self.seq_lens_cpu, self.block_table
+            return [Part(0, self.num_padded_tokens, *common, expanded=False)]
         starts, lengths = self.query_start_loc_cpu.tolist(), self.seq_lens_cpu.tolist()
         rows = [end - start for start, end in itertools.pairwise(starts)]
         parts, first = [], 0
@@ -78,6 +81,8 @@ class MLAMetadata(CommonAttentionMetadata):
 
 
 class MLAMetadataBuilder(AttentionMetadataBuilder):
+    cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
     def build(self, common: CommonAttentionMetadata) -> MLAMetadata:
         return MLAMetadata(**vars(common), block_size=self.kv_cache_config.block_size)
 

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps that are captured once and replayed."""

@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captured steps: a forward pass that is recorded once for each size and then replayed, without Python in between.
+
+A captured step holds addresses and host values of the moment it was captured. It is right later only if every address
+stays, and if no host value in it was one of that moment's requests. Neither is hoped for: each size is recorded twice,
+with requests of other lengths, blocks, tokens, state slots and counts behind it, and the two recordings must be equal
+call by call; then the second one is replayed on a third batch, whose result must be that of the eager pass, bit by bit.
+Before each fill every input is set to a value that no batch has, so rows that a fill leaves out are seen. In service
+the addresses of all inputs are compared before each replay.
+
+On the host a step is the list of its kernels' records and runs in one call (``recording``). Collectives stay outside
+and split it. All DP ranks agree in the step's one reduction whether they replay, and at which size.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from vllm import forward_context
+from vllm.compilation.recording import Call, CaptureError, MemoryPool, Recorder
+from vllm.config import CUDAGraphMode
+from vllm.kernels.cpu import records
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.transfers import is_host
+from vllm.v1.worker.batch_plan import BatchPlan
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+logger = init_logger(__name__)
+
+# On the host a padding row costs what a real one does: a step that would get more than this share of them runs eagerly.
+_PADDING_SHARE = 8
+_DEFAULT_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A batch that nobody asked for: ``scheduled`` [R] tokens of each request, which has ``seq_lens`` [R] after it."""
+
+    scheduled: np.ndarray
+    seq_lens: np.ndarray
+    seed: int
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """What a forward pass reads: input_ids and positions [T], and the common metadata."""
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    common: CommonAttentionMetadata
+
+
+class CapturedStep:
+    """One size's step, to be replayed on what its inputs hold then.
+
+    ``inputs``: name → address, shape and strides. ``outside``: what is called between its pieces.
+    """
+
+    def __init__(
+        self, size: int, calls: Sequence[Call], kept: Any, hidden_states: torch.Tensor, inputs: dict[str, Any]
+    ) -> None:
+        self.size, self.hidden_states, self.inputs, self._kept = size, hidden_states, inputs, kept
+        self.calls = calls
+        self._program = list(_program(calls))
+
+    def replay(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """Hidden states [size, hidden], to be read before the next replay of any size."""
+        assert inputs == self.inputs, f"inputs moved since the step of {self.size} rows was captured: " + "; ".join(
+            f"{name} was {self.inputs.get(name)}, is {inputs.get(name)}"
+            for name in inputs.keys() | self.inputs.keys()
+            if inputs.get(name) != self.inputs.get(name)
+        )
+        for run in self._program:
+            run()
+        return self.hidden_states
+
+    @property
+    def num_pieces(self) -> int:
+        return len(self._program)
+
+
+def _program(calls: Iterable[Call]) -> Iterable[Callable[[], None]]:
+    """Neighbouring kernels as one call each, and what is between them."""
+    kernels: list[Call] = []
+    for call in calls:
+        if call.kernel is not None:
+            kernels.append(call)
+        elif call.replay is not None:
+            if kernels:
+                yield _kernel_run(kernels)
+                kernels = []
+            yield call.replay
+    if kernels:
+        yield _kernel_run(kernels)
+
+
+def _kernel_run(calls: list[Call]) -> Callable[[], None]:
+    kernels = records.KernelRun([(call.kernel, call.given) for call in calls])
+
+    def run() -> None:
+        if refused := kernels.run():
+            call = calls[refused - 1]
+            raise AssertionError(
+                f"{call.operator} in {call.layer or 'the model'} refuses its input: {records.describe(call)}"
+            )
+
+    return run
+
+
+class StepGraphs:
+    """The captured steps of one engine, and which step may be replayed."""
+
+    def __init__(self, runner: GPUModelRunner) -> None:
+        self.runner = runner
+        config = runner.vllm_config
+        self.mode = config.compilation_config.cudagraph_mode
+        self.max_num_seqs = config.scheduler_config.max_num_seqs
+        self.pool = MemoryPool()
+        self.steps: dict[int, CapturedStep] = {}
+        self.decode_only = self.mode is CUDAGraphMode.FULL_DECODE_ONLY
+        self.given = config.compilation_config.cudagraph_capture_sizes
+        self.saves_padding = is_host(runner.device) and not self.given
+
+    # --- in service -----------------------------------------------------------------------------------------------
+
+    def vote(self, scheduled: Sequence[int]) -> int:
+        """The highest mode that this rank could run a step of ``scheduled`` tokens of each request in."""
+        if not self.steps or self.runner.is_watched:
+            return CUDAGraphMode.NONE
+        num_tokens = sum(scheduled)
+        if num_tokens:
+            size = self.size_for(num_tokens)
+            if size is None or (self.decode_only and num_tokens > len(scheduled)):
+                return CUDAGraphMode.NONE
+            if self.saves_padding and (size - num_tokens) * _PADDING_SHARE > num_tokens:
+                return CUDAGraphMode.NONE
+        return self.highest
+
+    @property
+    def highest(self) -> int:
+        return CUDAGraphMode.FULL if self.is_whole else CUDAGraphMode.PIECEWISE
+
+    def size_for(self, rows: int) -> int | None:
+        return min((size for size in self.steps if size >= rows), default=None)
+
+    def bucket(self, rows: int) -> int:
+        size = self.size_for(rows)
+        assert size is not None, f"no captured size holds {rows} rows: {sorted(self.steps)}"
+        return size
+
+    def num_reqs(self, size: int) -> int:
+        """Requests, those of padding included, in a captured step of ``size`` rows."""
+        return min(size, self.max_num_seqs)
+
+    def replay(self, inputs: ModelInputs) -> torch.Tensor:
+        if torch.utils.deterministic.fill_uninitialized_memory and torch.are_deterministic_algorithms_enabled():
+            self.pool.poison()
+        return self.steps[inputs.input_ids.shape[0]].replay(_places(inputs))
+
+    # --- capture --------------------------------------------------------------------------------------------------
+
+    def capture(self) -> None:
+        """Capture all sizes, the largest first; every rank of the world does so at the same time.
+
+        Raises:
+            CaptureError: a host value or an address of one batch is in the captured step, or it computes something
+                else than the eager one.
+        """
+        self.steps.clear()
+        sizes = [] if self.mode is CUDAGraphMode.NONE else self.sizes()
+        began = time.monotonic()
+        for size in reversed(sizes):
+            try:
+                self.steps[size] = self._capture(size)
+            except NotImplementedError as obstacle:
+                logger.warning("steps are not captured: %s", obstacle)
+                break
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                if self.runner.vllm_config.parallel_config.world_size > 1:
+                    raise
+                logger.warning("steps of %d rows are not captured, memory is short: %s", size, error)
+        if not self.steps:
+            return
+        one = self.steps[min(self.steps)]
+        self.is_whole = one.num_pieces == 1
+        outside = sorted({call.operator for call in one.calls if call.kernel is None and call.replay is not None})
+        logger.info(
+            "captured steps of %s rows in %.1f s, %.1f MiB%s",
+            " ".join(map(str, sorted(self.steps))),
+            time.monotonic() - began,
+            self.pool.nbytes / 2**20,
+            f"; {one.num_pieces} pieces, between them {', '.join(outside)}" if outside else "",
+        )
+
+    def sizes(self) -> list[int]:
+        runner = self.runner
+        limit = self.max_num_seqs if self.decode_only else runner.max_num_tokens
+        support = min(builder.cudagraph_support for builder in runner.builders.values())
+        if support is not AttentionCGSupport.ALWAYS:
+            self.decode_only, limit = True, self.max_num_seqs
+        cache = runner.kv_cache_config
+        limit = min(limit, (cache.num_blocks - 1) * cache.block_size)
+        if too_large := [size for size in self.given if size > limit]:
+            logger.warning("cudagraph_capture_sizes %s are not captured: steps of at most %d rows are", too_large, limit)
+        return [size for size in self.given or _DEFAULT_SIZES if size <= limit]
+
+    def _capture(self, size: int) -> CapturedStep:
+        first, second, third = self._trials(size)
+        one, _, _, _ = self._record(size, first)
+        two, kept, hidden_states, places = self._record(size, second)
+        compare(one, two, size)
+        step = CapturedStep(size, two, kept, hidden_states, places)
+        self._check(step, third)
+        return step
+
+    def _record(self, size: int, trial: Trial) -> tuple[Sequence[Call], Any, torch.Tensor, dict[str, Any]]:
+        recorder = Recorder(self.pool, lambda: forward_context.current_layer, forward_context.set_current_layer)
+        inputs, context = self._prepare(size, trial)
+        with context, recorder.recording():
+            hidden_states = self.runner.model(inputs.input_ids, inputs.positions)
+        calls, kept = recorder.take_over()
+        return calls, kept, self.pool.alias(hidden_states), _places(inputs)
+
+    def _check(self, step: CapturedStep, trial: Trial) -> None:
+        """Raise ``CaptureError`` unless the replayed step computes what the eager one does."""
+        real = int(trial.scheduled.sum())
+        inputs, context = self._prepare(step.size, trial)
+        with context:
+            expected = self.runner.model(inputs.input_ids, inputs.positions)[:real].clone()
+        inputs, context = self._prepare(step.size, trial)
+        with context:
+            found = step.replay(_places(inputs))[:real]
+        self.runner.clear_states(trial.seed % 2 + np.arange(1, len(trial.scheduled) + 1))
+        if not torch.equal(_bits(found), _bits(expected)):
+            rows = (_bits(found) != _bits(expected)).any(1).nonzero().flatten().tolist()
+            raise CaptureError(
+                f"the captured step of {step.size} rows differs from the eager one in rows {rows[:8]} of {real}: "
+                "something in it is of the batch that it was captured with; set enforce_eager=True and report it"
+            )
+
+    # --- batches to capture with ------------------------------------------------------------------------------------
+
+    def _trials(self, size: int) -> tuple[Trial, Trial, Trial]:
+        """Three batches that share no count, length, block, slot or token: a full one, one with padding rows and
+        requests, and one between them."""
+        R, limit = self.num_reqs(size), self.runner.vllm_config.model_config.max_model_len
+        blocks = self.runner.kv_cache_config
+        limit = min(limit, (blocks.num_blocks - 1) // R * blocks.block_size or blocks.block_size)
+        trials = []
+        for seed, requests in enumerate((R, R // 2, max(R - R // 3 - 1, 1))):
+            rng = np.random.default_rng(1000 * size + seed)
+            scheduled = np.ones(requests, dtype=np.int64)
+            if requests and not self.decode_only and seed != 1:
+                extra = min(size - requests - seed, limit - 1)
+                scheduled[rng.integers(requests)] += max(extra, 0)
+            lengths = np.minimum(scheduled + rng.integers(seed, limit, requests), limit)
+            trials.append(Trial(scheduled, np.maximum(lengths, scheduled), seed))
+        return trials[0], trials[1], trials[2]
+
+    def _prepare(self, size: int, trial: Trial) -> tuple[ModelInputs, Any]:
+        """The inputs of ``trial``, padded to ``size`` rows, and the context to run the model in."""
+        runner, cache = self.runner, self.runner.kv_cache_config
+        parallel, R = runner.vllm_config.parallel_config, self.num_reqs(size)
+        requests, tokens = len(trial.scheduled), int(trial.scheduled.sum())
+        rng = np.random.default_rng(trial.seed)
+        plan = BatchPlan(
+            step=-1,
+            num_reqs_unpadded=requests,
+            num_reqs_padded=R,
+            num_tokens_unpadded=tokens,
+            num_tokens_padded=size,
+            num_tokens_unpadded_across_dp=(tokens,) * parallel.data_parallel_size,
+            num_tokens_padded_across_dp=(size,) * parallel.data_parallel_size,
+            dp_rank=runner.dp_rank,
+            cudagraph_mode=CUDAGraphMode.PIECEWISE,
+        )
+        # Requests share no block where there are enough of them.
+        table = np.zeros((requests, runner.input_batch.block_table.max_blocks), dtype=np.int32)
+        order = rng.permutation(cache.num_blocks - 1) + 1
+        columns = -(-trial.seq_lens // cache.block_size)
+        for row, count in enumerate(columns):
+            table[row, :count] = np.resize(np.roll(order, -int(columns[:row].sum())), count)
+        of_token = np.repeat(np.arange(requests), trial.scheduled)
+        starts = np.cumsum(trial.scheduled) - trial.scheduled
+        positions = np.arange(tokens) + (trial.seq_lens - trial.scheduled - starts)[of_token]
+        slots = table[of_token, positions // cache.block_size].astype(np.int64) * cache.block_size
+        slots += positions % cache.block_size
+        states = trial.seed % 2 + np.arange(1, requests + 1)
+        states = np.where(states < max(cache.num_state_slots, 1), states, 0)
+        runner.clear_states(states)
+        ids = rng.integers(0, runner.vllm_config.model_config.vocab_size, tokens)
+        with runner.buffers.filling():
+            runner.buffers.overwrite()
+            rows = np.arange(requests)
+            inputs = ModelInputs(
+                runner.buffers.input_ids.fill(ids, size),
+                runner.buffers.positions.fill(positions, size),
+                runner.fill_metadata(plan, trial.scheduled, trial.seq_lens, rows, table, slots, states),
+            )
+        read = {name: x for name, x in _tensors(inputs).items() if name != "block_table"}
+        read["block_table"] = inputs.common.block_table[:, : max(columns.max(initial=0), 1)]
+        if left := runner.buffers.not_filled(read):
+            raise CaptureError(
+                f"{left} keep rows of an earlier batch: with {tokens} tokens of {requests} requests not all rows were "
+                f"written that a step of {size} reads"
+            )
+        return inputs, runner.forward_context(plan, inputs.common)
+
+
+def compare(one: Sequence[Call], two: Sequence[Call], size: int) -> None:
+    """Raise ``CaptureError``, naming operator, argument and both values, where two recordings differ: then a value or an
+    address of one batch went into them."""
+    for a, b in zip(one, two, strict=False):
+        where = f"capturing {size} rows, in {b.layer or 'the model'}"
+        if a.operator != b.operator:
+            raise CaptureError(f"{where}: {a.operator} with one batch, {b.operator} with another: the model asks the host")
+        if a.given != b.given:
+            raise CaptureError(
+                f"{where}: {b.operator} was given {records.difference(a, b)}, with another batch: a value of the host "
+                "would stay as it was when the step was captured"
+            )
+    if len(one) != len(two):
+        raise CaptureError(f"capturing {size} rows: {len(one)} calls with one batch, {len(two)} with another")
+
+
+def _tensors(inputs: ModelInputs) -> dict[str, torch.Tensor]:
+    found = {"input_ids": inputs.input_ids, "positions": inputs.positions, **vars(inputs.common)}
+    return {name: tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
+
+
+def _places(inputs: ModelInputs) -> dict[str, Any]:
+    """Where each of a step's input tensors lies."""
+    return {name: (x.data_ptr(), x.shape, x.stride()) for name, x in _tensors(inputs).items()}
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one forward pass does, as a list of calls that can be made again without any Python of the model.
+
+While a ``Recorder`` is active it sees three kinds of calls: the C++ kernels, by their packed records; tensor
+operations of torch, by a dispatch mode; and what ``outside`` marks, which cannot be captured and is called as it is
+(collectives). All that they make lies in one ``MemoryPool``, at addresses that follow from the order of the calls
+alone, so two recordings of one step are equal, byte for byte, but for values that came from the host.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+_ALIGNMENT = 64
+_SLAB = 1 << 20
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_aten = torch.ops.aten
+# What only makes memory; what brings a value of the host's into a tensor; what brings a tensor's value to the host.
+_EMPTY = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+_FROM_HOST = {_aten.lift_fresh, _aten.lift_fresh_copy}
+_TO_HOST = {
+    _aten._local_scalar_dense,
+    _aten.item,
+    _aten.is_nonzero,
+    _aten.equal,
+    _aten.nonzero,
+    _aten.masked_select,
+    _aten.unique_dim,
+    _aten._unique2,
+    _aten.repeat_interleave,
+}
+
+
+class CaptureError(RuntimeError):
+    """A step cannot be captured, or a capture would go stale."""
+
+
+class MemoryPool:
+    """Memory of captured steps on the host, taken and given back while one is recorded and for good when it is done.
+
+    Steps are replayed one at a time, and read nothing that an earlier one left, so all share one pool. A tensor's
+    memory is free again when the last of its views is gone, as the recorded pass goes on.
+    """
+
+    def __init__(self) -> None:
+        self._slabs: list[np.ndarray] = []
+        self._free: list[list[tuple[int, int]]] = []  # of each slab, (offset, size) in order of offsets
+
+    @property
+    def nbytes(self) -> int:
+        return sum(slab.nbytes for slab in self._slabs)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return any(0 <= tensor.data_ptr() - slab.ctypes.data < slab.nbytes for slab in self._slabs)
+
+    def empty(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Contents undefined."""
+        extent = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if 0 not in shape else 0
+        size = max(-(-extent * dtype.itemsize // _ALIGNMENT), 1) * _ALIGNMENT
+        index, offset = self._take(size)
+        memory = self._slabs[index][offset : offset + size]
+        weakref.finalize(memory, self._give_back, index, offset, size).atexit = False
+        return torch.from_numpy(memory).view(dtype).as_strided(tuple(shape), tuple(stride))
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory, without a hold on it."""
+        for slab in self._slabs:
+            offset = tensor.data_ptr() - slab.ctypes.data
+            if 0 <= offset < slab.nbytes:
+                base = torch.from_numpy(slab).view(tensor.dtype)
+                return base.as_strided(tensor.shape, tensor.stride(), offset // tensor.element_size())
+        return tensor
+
+    def poison(self) -> None:
+        """Every byte 0xFF, which is NaN in each float type."""
+        for slab in self._slabs:
+            slab.fill(0xFF)
+
+    def _take(self, size: int) -> tuple[int, int]:
+        for index, free in enumerate(self._free):
+            for place, (offset, room) in enumerate(free):
+                if room >= size:
+                    free[place : place + 1] = [(offset + size, room - size)] if room > size else []
+                    return index, offset
+        slab = np.empty(max(size, _SLAB) + _ALIGNMENT, np.uint8)
+        first = -slab.ctypes.data % _ALIGNMENT
+        self._slabs.append(slab[first : first + max(size, _SLAB)])
+        self._free.append([(0, self._slabs[-1].nbytes)])
+        return self._take(size)
+
+    def _give_back(self, index: int, offset: int, size: int) -> None:
+        free = sorted([*self._free[index], (offset, size)])
+        merged = free[:1]
+        for at, room in free[1:]:
+            last, before = merged[-1]
+            if last + before == at:
+                merged[-1] = (last, before + room)
+            else:
+                merged.append((at, room))
+        self._free[index] = merged
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a recorded pass.
+
+    ``given``: what it was given, to be compared with the same call of another recording: the record of a kernel, or
+    arguments, where a tensor is its address, shape, strides and dtype. ``replay``: makes it again; None for what only
+    gives memory another shape. ``kernel``: the C function where it is one, which takes ``given``.
+    """
+
+    operator: str
+    layer: str
+    given: Any
+    replay: Callable[[], None] | None = None
+    kernel: Any = None
+
+
+class Recorder(TorchDispatchMode):
+    """The calls of the pass that runs while it is ``active``; ``layer`` says where the pass is."""
+
+    def __init__(self, pool: MemoryPool, layer: Callable[[], str], set_layer: Callable[[str], None]) -> None:
+        super().__init__()
+        self.pool, self.calls, self.is_paused = pool, list[Call](), False
+        self._kept: list[Any] = []
+        self._layer, self._set_layer = layer, set_layer
+        self._stand_in: Any = None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Around the pass. Garbage is collected before and not within it: when memory comes back must not vary."""
+        global active
+        assert active is None, "a pass is recorded already"
+        gc.collect()
+        enabled = gc.isenabled()
+        gc.disable()
+        active = self
+        try:
+            with self:
+                yield
+        finally:
+            active = None
+            if enabled:
+                gc.enable()
+
+    def take_over(self) -> tuple[list[Call], list[Any]]:
+        """The calls, and what must live as long as they may be made."""
+        return self.calls, self._kept
+
+    # --- the C++ kernels ------------------------------------------------------------------------------------------
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """A kernel was given the tensor's address."""
+        if not self.is_paused and not self.pool.holds(tensor):
+            self._kept.append(tensor)
+
+    def in_place_of(self, library: Any, names: Sequence[str]) -> Any:
+        """What has the functions of ``library``, where each call of one of ``names`` is recorded."""
+        if self.is_paused:
+            return library
+        if self._stand_in is None:
+            self._stand_in = _Library(library, names, self)
+        return self._stand_in
+
+    # --- torch's operations ---------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.is_paused:
+            return func(*args, **kwargs)
+        packet = func.overloadpacket
+        if packet in _TO_HOST:
+            raise CaptureError(f"{func} brings a value of the step to the host (in {self._layer() or 'the model'})")
+        result = func(*args, **kwargs)
+        if packet in _EMPTY:
+            return self._pooled(result, copy=False)
+        if packet in _FROM_HOST:
+            return self._constant(func, result)
+        mine = self._results(result, (args, kwargs))
+        given = _described((str(func), args, kwargs))
+        if func._schema.is_mutable:
+            self._add(str(func), given, functools.partial(func, *self._frozen(args), **self._frozen(kwargs)))
+        elif all(x is None for x in mine):
+            self.calls.append(Call(str(func), self._layer(), given))
+            return result
+        else:
+            call = functools.partial(func, *self._frozen(args), **self._frozen(kwargs))
+            return self._computed(str(func), given, call, result, mine)
+        return result
+
+    def outside(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """``function`` of these arguments, which is called in every replay as well."""
+        name = getattr(function, "__qualname__", repr(function))
+        given, layer = _described((name, args, kwargs)), self._layer()
+        frozen_args, frozen_kwargs = self._frozen(list(args)), self._frozen(kwargs)
+        self.is_paused = True
+        try:
+            result = function(*args, **kwargs)
+            mine = self._results(result, (args, kwargs))
+
+            def call() -> Any:
+                self._set_layer(layer)
+                return function(*frozen_args, **frozen_kwargs)
+
+            return self._computed(name, given, call, result, mine)
+        finally:
+            self.is_paused = False
+
+    # --- how they are kept ----------------------------------------------------------------------------------------
+
+    def _add(self, operator: str, given: Any, replay: Callable[[], None]) -> None:
+        self.calls.append(Call(operator, self._layer(), given, replay))
+
+    def _computed(
+        self, operator: str, given: Any, call: Callable[[], Any], result: Any, mine: list[torch.Tensor | None]
+    ) -> Any:
+        """``result``, where each of its tensors that is none of the arguments' memory lies in the pool, in ``mine``."""
+        targets = [None if x is None else self.pool.alias(x) for x in mine]
+
+        def replay() -> None:
+            for target, made in zip(targets, tree_leaves(call()), strict=True):
+                if target is not None:
+                    target.copy_(made)
+
+        self._add(operator, given, replay)
+        leaves = iter(mine)
+        return tree_map(lambda x: x if (kept := next(leaves)) is None else kept, result)
+
+    def _results(self, result: Any, arguments: Any) -> list[torch.Tensor | None]:
+        """Copies in the pool of the tensors of ``result`` that are not the arguments' memory; None for the rest."""
+        known = {x.untyped_storage().data_ptr() for x in tree_leaves(arguments) if isinstance(x, torch.Tensor)}
+        return [
+            self._pooled(x)
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in known - {0}
+            else None
+            for x in tree_leaves(result)
+        ]
+
+    def _pooled(self, tensor: torch.Tensor, copy: bool = True) -> torch.Tensor:
+        pooled = self.pool.empty(tensor.shape, tensor.stride(), tensor.dtype)
+        # As torch fills what it makes where that is asked for, NaN included.
+        return pooled.copy_(tensor) if copy or torch.utils.deterministic.fill_uninitialized_memory else pooled
+
+    def _constant(self, func: Any, value: torch.Tensor) -> torch.Tensor:
+        given = (str(func), tuple(value.shape), value.dtype, value.reshape(-1).tolist())
+        pooled = self._pooled(value)
+        self._add(str(func), given, functools.partial(self.pool.alias(pooled).copy_, value.clone()))
+        return pooled
+
+    def _frozen(self, values: Any) -> Any:
+        return tree_map(lambda x: self.pool.alias(x) if isinstance(x, torch.Tensor) else x, values)
+
+
+class _Library:
+    """The kernels, each of whose calls is made and recorded."""
+
+    def __init__(self, library: Any, names: Sequence[str], recorder: Recorder) -> None:
+        self._library = library
+        for name in names:
+            setattr(self, name, self._recorded(name, getattr(library, name), recorder))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._library, name)
+
+    @staticmethod
+    def _recorded(name: str, function: Any, recorder: Recorder) -> Callable[[bytes], int]:
+        def call(record: bytes) -> int:
+            recorder.calls.append(Call(name, recorder._layer(), record, None, function))
+            return function(record)
+
+        return call
+
+
+def _described(value: Any) -> Any:
+    """``value`` with what is compared in the place of tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr(), tuple(value.shape), value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(_described(x) for x in value)
+    if isinstance(value, dict):
+        return {name: _described(x) for name, x in value.items()}
+    return value
+
+
+active: Recorder | None = None
+
+
+def outside(method: _F) -> _F:
+    """Marks what cannot be captured: it is called between the pieces of a step that are, in every replay."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if active is None or active.is_paused:
+            return method(*args, **kwargs)
+        return active.outside(method, args, kwargs)
+
+    return cast(_F, call)
