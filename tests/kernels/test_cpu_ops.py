@@ -11,6 +11,7 @@ import ctypes
 import functools
 import os
 import statistics
+import struct
 import subprocess
 import sys
 import textwrap
@@ -984,3 +985,34 @@ def test_a_changed_source_gets_another_name(monkeypatch, tmp_path):
     third = build.build()
     (tmp_path / "one.cpp").write_text("// two")
     assert len({first, second, third, build.build()}) == 4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lists of operators
+
+
+def test_a_list_of_operators_runs_in_order_up_to_the_first_that_refuses():
+    library, table, ids = ops._kernels(), ops.pack_linear_weight(torch.randn(10, 40)), torch.tensor([7, 0, 9])
+    weight, rows, out = torch.randn(40), torch.empty(3, 40), torch.full((3, 20), NAN)
+    records = {
+        "vc_embedding": ops._i8(0, 3, 10, 40, ids.data_ptr(), table.address, rows.data_ptr(), 1),
+        "vc_rms_norm": ops._i15_f(
+            0, 0, 3, 1, 40, rows.data_ptr(), 40, 0, 0, 0, weight.data_ptr(), rows.data_ptr(), 40, 0, 1, 1e-6
+        ),
+        "vc_silu_and_mul": ops._i8(0, 3, 20, rows.data_ptr(), 40, out.data_ptr(), 20, 1),
+    }
+    kept = [ctypes.create_string_buffer(record) for record in records.values()]
+    places = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in records]
+    calls = torch.tensor([[place, ctypes.addressof(record)] for place, record in zip(places, kept, strict=True)])
+
+    def run(count: int) -> int:
+        return library.vc_run(struct.pack("2q", count, calls.data_ptr()))
+
+    assert run(0) == 0
+    assert out.isnan().all()
+    assert run(3) == 0
+    assert out.equal(ops.silu_and_mul(ops.rms_norm(ops.embedding(ids, table), weight, 1e-6)))
+    ids[1] = 10
+    assert run(3) == 1
+    calls = calls.flip(0)
+    assert run(3) == 3

@@ -5,23 +5,15 @@ on how its tokens are cut into steps: bitwise."""
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from collections.abc import Callable
+import struct
 
 import torch
 from torch import Tensor
 
-from vllm.kernels.cpu import ops
+from vllm.kernels.cpu.ops import _CODE, _at, _kernels, _threads
 from vllm.kernels.weights import GDNWeights
 
-
-@functools.cache
-def _kernel() -> Callable[..., int]:
-    library = ops._kernels()
-    i, n, f, p = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
-    library.vc_gated_delta_net.argtypes = [i, *[n] * 7, p, n, p, p, p, p, f, p, p, n, p, p, p, n, i]
-    return library.vc_gated_delta_net
+_i22_f = struct.Struct("22qd").pack
 
 
 def gated_delta_net(
@@ -49,12 +41,14 @@ def gated_delta_net(
     assert query_start_loc.shape == (R + 1,) and query_start_loc.dtype is state_indices.dtype is torch.int32, (
         f"tables are {query_start_loc.shape} {query_start_loc.dtype}, {state_indices.shape} {state_indices.dtype}"
     )
-    out, at = x_TN.new_empty(T, H * E), ops._at
-    bad = _kernel()(
-        ops._CODE[x_TN.dtype], T, R, weights.num_k_heads, H, D, E, K, at(x_TN), x_TN.stride(0),
-        at(weights.conv_weight_KC), at(weights.decay_rate_H), at(weights.dt_bias_H),
-        at(weights.norm_weight_E), weights.eps, at(conv_state), at(recurrent_state), slots,
-        at(query_start_loc), at(state_indices), at(out), out.stride(0), torch.get_num_threads(),
+    out = x_TN.new_empty(T, H * E)
+    bad = _kernels().vc_gated_delta_net(
+        _i22_f(
+            _CODE[x_TN.dtype], T, R, weights.num_k_heads, H, D, E, K, _at(x_TN), x_TN.stride(0),
+            _at(weights.conv_weight_KC), _at(weights.decay_rate_H), _at(weights.dt_bias_H),
+            _at(weights.norm_weight_E), _at(conv_state), _at(recurrent_state), slots, _at(query_start_loc),
+            _at(state_indices), _at(out), H * E, _threads(), weights.eps,
+        )
     )  # fmt: skip
     assert not bad, (
         f"{T} rows and {slots} slots do not fit query_start_loc {query_start_loc.tolist()}, slots "

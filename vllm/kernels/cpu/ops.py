@@ -75,6 +75,7 @@ _FUNCTIONS = (
     "vc_quantized_linear",
     "vc_quantized_embedding",
     "vc_quantized_experts",
+    "vc_gated_delta_net",
     "vc_run",
 )
 # A step may be made of these; the others are for weights that are loaded.
@@ -93,8 +94,8 @@ def _library() -> Any:
     library = build.load()
     if library is not None:
         for name in _FUNCTIONS:
-            getattr(library, name).argtypes = [ctypes.c_char_p]
-        library.vc_quantized_panel.restype = ctypes.c_int64
+            function = getattr(library, name)
+            function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int64
         if library.vc_matrix_unit(None) == 2:
             logger.warning("the processor's matrix unit failed its test, the vector kernels run bfloat16 instead")
     return library

@@ -38,7 +38,7 @@ def _fields(operator: str) -> list[tuple[str, str]]:
     """Name and C type of each field of the record that kernel ``operator`` takes, as csrc declares them."""
     for path in sorted((Path(__file__).parent / "csrc").glob("*.cpp")):
         text = re.sub(r"//.*", "", path.read_text())
-        if not (taken := re.search(rf"EXPORT \w+ {operator}\(const (\w+)\*", text)):
+        if not (taken := re.search(rf"OPERATOR\({operator}, (\w+)\)", text)):
             continue
         body = re.search(rf"struct {taken[1]} \{{(.*?)\}};", text, re.DOTALL)
         assert body is not None, f"{operator} takes a {taken[1]}, which {path.name} does not declare"

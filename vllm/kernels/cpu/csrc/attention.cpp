@@ -514,8 +514,8 @@ template <class T, class C> int attention(const Args& a) {
 }  // namespace
 
 // 0 when done; 1: a request's lengths contradict each other or its table; 2: a block id outside the cache.
-EXPORT int vc_paged_attention(const Args* a) {
-  int rc = 0;
+OPERATOR(vc_paged_attention, Args) {
+  int64_t rc = 0;
   with_type(a->dtype, [&](auto t) {
     using T = decltype(t);
     rc = a->codes ? attention<T, e4m3>(*a) : attention<T, T>(*a);

@@ -20,6 +20,12 @@
 #endif
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
+// An operator: from one record of 8-byte fields to 0, or to another number where what it points at does not fit together.
+// All have this one type, so that a list of them can be run (run.cpp).
+#define OPERATOR(name, Args)                                                          \
+  static int64_t run_##name(const Args* a);                                           \
+  EXPORT int64_t name(const void* record) { return run_##name((const Args*)record); } \
+  static int64_t run_##name(const Args* a)
 #define INLINE inline __attribute__((always_inline))
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)

@@ -109,7 +109,7 @@ void rotate_pairs(int64_t heads, int64_t stride, int64_t half, const float* cos_
 
 }  // namespace
 
-EXPORT int vc_rms_norm(const NormArgs* a) {
+OPERATOR(vc_rms_norm, NormArgs) {
   with_type(a->dtype, [&](auto t) {
     using T = decltype(t);
     if (a->weight_dtype == FP32) rms_norm<T, float>(*a);
@@ -118,11 +118,11 @@ EXPORT int vc_rms_norm(const NormArgs* a) {
   return 0;
 }
 
-EXPORT int vc_silu_and_mul(const GatedArgs* a) {
+OPERATOR(vc_silu_and_mul, GatedArgs) {
   gated(*a, [](vf g) { return silu(g); });
   return 0;
 }
-EXPORT int vc_gelu_tanh_and_mul(const GatedArgs* a) {
+OPERATOR(vc_gelu_tanh_and_mul, GatedArgs) {
   gated(*a, [](vf g) { return gelu_tanh(g); });
   return 0;
 }
@@ -137,7 +137,7 @@ struct RotaryArgs {
   const float* cos_sin;
   int64_t threads, interleaved;
 };
-EXPORT int vc_rotary(const RotaryArgs* a) {
+OPERATOR(vc_rotary, RotaryArgs) {
   for (int64_t t = 0; t < a->T; t++)
     if (a->position[t] < 0 || a->position[t] >= a->positions) return 1;
   with_type(a->dtype, [&](auto type) {
@@ -183,7 +183,7 @@ void store_row(const CacheArgs& a, const char* from, char* to, float scale) {
     if (d < a.D) store_part(y + d, load_part(x + d, (int)(a.D - d)) / scale, (int)(a.D - d));
   });
 }
-EXPORT int vc_reshape_and_cache(const CacheArgs* a) {
+OPERATOR(vc_reshape_and_cache, CacheArgs) {
   for (int64_t t = 0; t < a->T; t++)
     if (a->slots[t] < -1 || a->slots[t] >= a->blocks * a->block_size) return 1;
   for_range((int)a->threads, a->T, 1 + (64 << 10) / (a->J * a->row_bytes), [&](int64_t begin, int64_t end) {

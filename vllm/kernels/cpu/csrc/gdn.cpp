@@ -220,33 +220,44 @@ void head(const Shape& dim, const Small& w, int64_t g, int64_t rows, const T* x,
 
 }  // namespace
 
-// See gated_delta_net in vllm/_gdn_ops.py. 1: the tables do not fit each other.
-EXPORT int vc_gated_delta_net(int dtype, int64_t T_rows, int64_t R, int64_t G, int64_t H, int64_t D, int64_t E,
-                              int64_t K, const void* x, int64_t ldx, const float* conv, const float* rate,
-                              const float* dt_bias, const float* norm, float eps, void* conv_state, float* state,
-                              int64_t slots, const int32_t* start, const int32_t* slot, void* out, int64_t ldo,
-                              int threads) {
-  if (start[0] != 0 || start[R] > T_rows) return 1;
-  for (int64_t r = 0; r < R; r++)
-    if (start[r + 1] < start[r] || slot[r] < 0 || slot[r] >= slots) return 1;
-  Shape dim{G, H, D, E, K};
-  Small small{conv, rate, dt_bias, norm, eps};
-  with_type(dtype, [&](auto t) {
+struct GatedDeltaNetArgs {
+  int64_t dtype, T, R, G, H, D, E, K;
+  const void* x;
+  int64_t ldx;
+  const float *conv, *rate, *dt_bias, *norm;
+  void* conv_state;
+  float* state;
+  int64_t slots;
+  const int32_t *start, *slot;
+  void* out;
+  int64_t ldo, threads;
+  double eps;
+};
+// 1: the tables do not fit each other.
+OPERATOR(vc_gated_delta_net, GatedDeltaNetArgs) {
+  const int32_t *start = a->start, *slot = a->slot;
+  if (start[0] != 0 || start[a->R] > a->T) return 1;
+  for (int64_t r = 0; r < a->R; r++)
+    if (start[r + 1] < start[r] || slot[r] < 0 || slot[r] >= a->slots) return 1;
+  const Shape dim{a->G, a->H, a->D, a->E, a->K};
+  const Small small{a->conv, a->rate, a->dt_bias, a->norm, (float)a->eps};
+  with_type(a->dtype, [&](auto t) {
     using T = decltype(t);
     auto clear = [&](int64_t first, int64_t end) {
-      for (int64_t i = first; i < end; i++) std::memset((T*)out + i * ldo, 0, H * E * sizeof(T));
+      for (int64_t i = first; i < end; i++) std::memset((T*)a->out + i * a->ldo, 0, a->H * a->E * sizeof(T));
     };
-    for_tasks(threads, R * G, [&](int64_t task) {
-      int64_t r = task / G, g = task % G, rows = start[r + 1] - start[r];
+    for_tasks((int)a->threads, a->R * a->G, [&](int64_t task) {
+      int64_t r = task / a->G, g = task % a->G, rows = start[r + 1] - start[r];
       if (rows == 0) return;
       if (slot[r] == 0) {
         if (g == 0) clear(start[r], start[r + 1]);
         return;
       }
-      head(dim, small, g, rows, (const T*)x + start[r] * ldx, ldx, (T*)conv_state + slot[r] * (K - 1) * dim.channels(),
-           state + slot[r] * H * D * E, (T*)out + start[r] * ldo, ldo);
+      head(dim, small, g, rows, (const T*)a->x + start[r] * a->ldx, a->ldx,
+           (T*)a->conv_state + slot[r] * (a->K - 1) * dim.channels(), a->state + slot[r] * a->H * a->D * a->E,
+           (T*)a->out + start[r] * a->ldo, a->ldo);
     });
-    clear(start[R], T_rows);
+    clear(start[a->R], a->T);
   });
   return 0;
 }

@@ -352,12 +352,12 @@ template <class T, class W> int experts(const ExpertsArgs& args, const W& w13, c
 
 }  // namespace
 
-EXPORT int vc_panel_width(const void*) { return NR; }
-EXPORT int vc_matrix_unit(const void*) { return matrix_unit(); }
+OPERATOR(vc_panel_width, void) { return NR; }
+OPERATOR(vc_matrix_unit, void) { return matrix_unit(); }
 EXPORT void vc_poison_scratch(uint32_t word) { scratch_poison = word; }
 
 struct PackArgs { int64_t dtype, N, K; const void* w; int64_t ldw; void* out; int64_t threads; };
-EXPORT int vc_pack(const PackArgs* a) {
+OPERATOR(vc_pack, PackArgs) {
   with_type(a->dtype, [&](auto t) {
     using T = decltype(t);
     pack(a->N, a->K, (const T*)a->w, a->ldw, (T*)a->out, (int)a->threads);
@@ -380,14 +380,14 @@ template <class T, class W> void run_linear(const LinearArgs& a, const W& w) {
   if (a.out_dtype == FP32) run((float*)a.out);
   else run((T*)a.out);
 }
-EXPORT int vc_linear(const LinearArgs* a) {
+OPERATOR(vc_linear, LinearArgs) {
   with_type(a->dtype, [&](auto t) {
     using T = decltype(t);
     run_linear<T>(*a, DenseWeight<T>{a->K, (const T*)a->w});
   });
   return 0;
 }
-EXPORT int vc_quantized_linear(const LinearArgs* a) {
+OPERATOR(vc_quantized_linear, LinearArgs) {
   with_type(a->dtype, [&](auto t) {
     using T = decltype(t);
     run_linear<T>(*a, QuantizedWeight<T>{*(const Quantized*)a->w});
@@ -396,7 +396,7 @@ EXPORT int vc_quantized_linear(const LinearArgs* a) {
 }
 
 struct EmbeddingArgs { int64_t dtype, T, N, K; const int64_t* ids; const void* w; void* out; int64_t threads; };
-EXPORT int vc_embedding(const EmbeddingArgs* a) {
+OPERATOR(vc_embedding, EmbeddingArgs) {
   for (int64_t i = 0; i < a->T; i++)
     if (a->ids[i] < 0 || a->ids[i] >= a->N) return 1;
   with_type(a->dtype, [&](auto t) {
@@ -408,16 +408,16 @@ EXPORT int vc_embedding(const EmbeddingArgs* a) {
   return 0;
 }
 
-EXPORT int vc_fused_experts(const ExpertsArgs* a) {
-  int rc = 0;
+OPERATOR(vc_fused_experts, ExpertsArgs) {
+  int64_t rc = 0;
   with_type(a->dtype, [&](auto t) {
     using T = decltype(t);
     rc = experts<T>(*a, DenseWeight<T>{a->D, (const T*)a->w13}, DenseWeight<T>{a->I, (const T*)a->w2});
   });
   return rc;
 }
-EXPORT int vc_quantized_experts(const ExpertsArgs* a) {
-  int rc = 0;
+OPERATOR(vc_quantized_experts, ExpertsArgs) {
+  int64_t rc = 0;
   with_type(a->dtype, [&](auto t) {
     using W = QuantizedWeight<decltype(t)>;
     rc = experts<decltype(t)>(*a, W{*(const Quantized*)a->w13}, W{*(const Quantized*)a->w2});

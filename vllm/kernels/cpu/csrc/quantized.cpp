@@ -681,9 +681,9 @@ void round_row(const Quantized& q, float* x) {
   }
 }
 
-EXPORT int64_t vc_quantized_panel(const Quantized* q) { return q->panel(); }
+OPERATOR(vc_quantized_panel, Quantized) { return a->panel(); }
 
-EXPORT int vc_pack_quantized(const PackArgs* a) {
+OPERATOR(vc_pack_quantized, PackArgs) {
   for_range((int)a->threads, (a->q.N + NR - 1) / NR, 1, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; p++) {
       uint8_t* out = a->out + p * a->q.panel();
@@ -695,7 +695,7 @@ EXPORT int vc_pack_quantized(const PackArgs* a) {
 }
 
 struct QuantizedEmbeddingArgs { int64_t dtype, T; const int64_t* ids; const Quantized* w; void* out; int64_t threads; };
-EXPORT int vc_quantized_embedding(const QuantizedEmbeddingArgs* a) {
+OPERATOR(vc_quantized_embedding, QuantizedEmbeddingArgs) {
   const Quantized& q = *a->w;
   for (int64_t i = 0; i < a->T; i++)
     if (a->ids[i] < 0 || a->ids[i] >= q.N) return 1;
