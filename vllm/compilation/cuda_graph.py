@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from vllm import forward_context
-from vllm.compilation.recording import Call, CaptureError, MemoryPool, Recorder
+from vllm.compilation.recording import Call, CaptureError, MemoryPool, Recorder, without_garbage
 from vllm.config import CUDAGraphMode
 from vllm.kernels.cpu import records
 from vllm.logger import init_logger
@@ -176,6 +176,10 @@ class StepGraphs:
                 else than the eager one.
         """
         self.steps.clear()
+        with without_garbage():
+            self._capture_all()
+
+    def _capture_all(self) -> None:
         sizes = [] if self.mode is CUDAGraphMode.NONE else self.sizes()
         began = time.monotonic()
         for size in reversed(sizes):

@@ -117,8 +117,8 @@ class Call:
     """One call of a recorded pass.
 
     ``given``: what it was given, to be compared with the same call of another recording: the record of a kernel, or
-    arguments, where a tensor is its address, shape, strides and dtype. ``replay``: makes it again; None for what only
-    gives memory another shape. ``kernel``: the C function where it is one, which takes ``given``.
+    arguments, where a tensor is its address, shape, strides and dtype. ``replay`` makes it again; ``kernel`` is the C
+    function that takes ``given``, where it is one.
     """
 
     operator: str
@@ -126,6 +126,19 @@ class Call:
     given: Any
     replay: Callable[[], None] | None = None
     kernel: Any = None
+
+
+@contextmanager
+def without_garbage() -> Iterator[None]:
+    """Garbage is collected before and not within it: when recorded passes give memory back must not vary."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Recorder(TorchDispatchMode):
@@ -140,24 +153,23 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Around the pass. Garbage is collected before and not within it: when memory comes back must not vary."""
+        """Around the pass, and inside ``without_garbage``."""
         global active
         assert active is None, "a pass is recorded already"
-        gc.collect()
-        enabled = gc.isenabled()
-        gc.disable()
         active = self
         try:
             with self:
                 yield
         finally:
             active = None
-            if enabled:
-                gc.enable()
 
     def take_over(self) -> tuple[list[Call], list[Any]]:
         """The calls, and what must live as long as they may be made."""
         return self.calls, self._kept
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler for it, whose first call keeps the frames that it looked at
 
     # --- the C++ kernels ------------------------------------------------------------------------------------------
 
@@ -192,13 +204,10 @@ class Recorder(TorchDispatchMode):
         given = _described((str(func), args, kwargs))
         if func._schema.is_mutable:
             self._add(str(func), given, functools.partial(func, *self._frozen(args), **self._frozen(kwargs)))
-        elif all(x is None for x in mine):
-            self.calls.append(Call(str(func), self._layer(), given))
-            return result
-        else:
+        elif any(x is not None for x in mine):
             call = functools.partial(func, *self._frozen(args), **self._frozen(kwargs))
             return self._computed(str(func), given, call, result, mine)
-        return result
+        return result  # what only gives memory another shape shows where it is used
 
     def outside(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """``function`` of these arguments, which is called in every replay as well."""

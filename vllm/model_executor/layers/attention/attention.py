@@ -109,5 +109,6 @@ class Attention(nn.Module):
             self.k_scale,
             self.v_scale,
         )
-        zero_padding_rows(output, metadata.num_actual_tokens)
+        if not metadata.is_captured:  # where no number of this step may count the operator alone does it
+            zero_padding_rows(output, metadata.num_actual_tokens)
         return output
