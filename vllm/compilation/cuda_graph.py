@@ -14,8 +14,9 @@ and split it. All DP ranks agree in the step's one reduction whether they replay
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,21 +24,24 @@ import numpy as np
 import torch
 
 from vllm import forward_context
-from vllm.compilation.recording import Call, CaptureError, MemoryPool, Recorder, without_garbage
+from vllm.compilation.recording import Call, CaptureError, MemoryPool, Recorder, memory_is_filled, without_garbage
 from vllm.config import CUDAGraphMode
 from vllm.kernels.cpu import records
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.transfers import is_host
 from vllm.v1.worker.batch_plan import BatchPlan
+from vllm.v1.worker.dp_utils import CAPTURE
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 logger = init_logger(__name__)
 
 # On the host a padding row costs what a real one does: a step that would get more than this share of them runs eagerly.
 _PADDING_SHARE = 8
+_TRIAL_BLOCKS = 4
 _DEFAULT_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
 
 
@@ -88,7 +92,7 @@ class CapturedStep:
         return len(self._program)
 
 
-def _program(calls: Iterable[Call]) -> Iterable[Callable[[], None]]:
+def _program(calls: Iterable[Call]) -> Iterable[Callable[[], object]]:
     """Neighbouring kernels as one call each, and what is between them."""
     kernels: list[Call] = []
     for call in calls:
@@ -124,6 +128,7 @@ class StepGraphs:
         config = runner.vllm_config
         self.mode = config.compilation_config.cudagraph_mode
         self.max_num_seqs = config.scheduler_config.max_num_seqs
+        self.is_stale = self.is_whole = False
         self.pool = MemoryPool()
         self.steps: dict[int, CapturedStep] = {}
         self.decode_only = self.mode is CUDAGraphMode.FULL_DECODE_ONLY
@@ -132,11 +137,13 @@ class StepGraphs:
 
     # --- in service -----------------------------------------------------------------------------------------------
 
-    def vote(self, scheduled: Sequence[int]) -> int:
-        """The highest mode that this rank could run a step of ``scheduled`` tokens of each request in."""
-        if not self.steps or self.runner.is_watched:
+    def vote(self, step: SchedulerOutput) -> int:
+        """The highest mode that this rank could run ``step`` in, or CAPTURE; see ``DPVote``."""
+        if self.is_stale:
+            return CAPTURE if len(self.runner.input_batch.row_of) == len(step.started) else CUDAGraphMode.NONE
+        if not self.steps:
             return CUDAGraphMode.NONE
-        num_tokens = sum(scheduled)
+        num_tokens, scheduled = step.total_num_scheduled_tokens, step.num_scheduled_tokens
         if num_tokens:
             size = self.size_for(num_tokens)
             if size is None or (self.decode_only and num_tokens > len(scheduled)):
@@ -144,6 +151,21 @@ class StepGraphs:
             if self.saves_padding and (size - num_tokens) * _PADDING_SHARE > num_tokens:
                 return CUDAGraphMode.NONE
         return self.highest
+
+    def forget(self) -> None:
+        """The caches go: what is captured reads them."""
+        self.steps.clear()
+        self.is_stale = self.is_on
+
+    def weights_changed(self) -> None:
+        """New weights are in the place of the old ones, or else all is captured anew."""
+        if self.steps and self._weights != weight_places(self.runner.model):
+            self.forget()
+
+    @property
+    def is_on(self) -> bool:
+        """Where each layer is looked at, steps run eagerly."""
+        return self.mode is not CUDAGraphMode.NONE and not self.runner.is_watched
 
     @property
     def highest(self) -> int:
@@ -162,7 +184,7 @@ class StepGraphs:
         return min(size, self.max_num_seqs)
 
     def replay(self, inputs: ModelInputs) -> torch.Tensor:
-        if torch.utils.deterministic.fill_uninitialized_memory and torch.are_deterministic_algorithms_enabled():
+        if memory_is_filled():
             self.pool.poison()
         return self.steps[inputs.input_ids.shape[0]].replay(_places(inputs))
 
@@ -175,12 +197,16 @@ class StepGraphs:
             CaptureError: a host value or an address of one batch is in the captured step, or it computes something
                 else than the eager one.
         """
-        self.steps.clear()
-        with without_garbage():
-            self._capture_all()
+        self.forget()
+        self.is_stale = False
+        if self.is_on:
+            with without_garbage():
+                self._capture_all(self.sizes())
+            self._weights = weight_places(self.runner.model)
+        elif self.runner.is_watched and self.mode is not CUDAGraphMode.NONE:
+            logger.info("steps are not captured: each layer is looked at (VLLM_DEBUG_NAN)")
 
-    def _capture_all(self) -> None:
-        sizes = [] if self.mode is CUDAGraphMode.NONE else self.sizes()
+    def _capture_all(self, sizes: Sequence[int]) -> None:
         began = time.monotonic()
         for size in reversed(sizes):
             try:
@@ -214,8 +240,10 @@ class StepGraphs:
         cache = runner.kv_cache_config
         limit = min(limit, (cache.num_blocks - 1) * cache.block_size)
         if too_large := [size for size in self.given if size > limit]:
-            logger.warning("cudagraph_capture_sizes %s are not captured: steps of at most %d rows are", too_large, limit)
-        return [size for size in self.given or _DEFAULT_SIZES if size <= limit]
+            logger.warning(
+                "cudagraph_capture_sizes %s are not captured: steps of at most %d rows are", too_large, limit
+            )
+        return [size for size in self.given or _DEFAULT_SIZES if size <= (limit if self.given else self.max_num_seqs)]
 
     def _capture(self, size: int) -> CapturedStep:
         first, second, third = self._trials(size)
@@ -232,7 +260,12 @@ class StepGraphs:
         with context, recorder.recording():
             hidden_states = self.runner.model(inputs.input_ids, inputs.positions)
         calls, kept = recorder.take_over()
-        return calls, kept, self.pool.alias(hidden_states), _places(inputs)
+        hidden_states = self.pool.alias(hidden_states)
+        if not self.pool.is_free:
+            raise CaptureError(
+                f"the model keeps a tensor that it made in a step of {size} rows, which the next one would overwrite"
+            )
+        return calls, kept, hidden_states, _places(inputs)
 
     def _check(self, step: CapturedStep, trial: Trial) -> None:
         """Raise ``CaptureError`` unless the replayed step computes what the eager one does."""
@@ -258,6 +291,7 @@ class StepGraphs:
         requests, and one between them."""
         R, limit = self.num_reqs(size), self.runner.vllm_config.model_config.max_model_len
         blocks = self.runner.kv_cache_config
+        limit = min(limit, _TRIAL_BLOCKS * blocks.block_size)
         limit = min(limit, (blocks.num_blocks - 1) // R * blocks.block_size or blocks.block_size)
         trials = []
         for seed, requests in enumerate((R, R // 2, max(R - R // 3 - 1, 1))):
@@ -321,12 +355,14 @@ class StepGraphs:
 
 
 def compare(one: Sequence[Call], two: Sequence[Call], size: int) -> None:
-    """Raise ``CaptureError``, naming operator, argument and both values, where two recordings differ: then a value or an
-    address of one batch went into them."""
+    """Raise ``CaptureError``, naming operator, argument and both values, where two recordings differ: then a value or
+    an address of one batch went into them."""
     for a, b in zip(one, two, strict=False):
         where = f"capturing {size} rows, in {b.layer or 'the model'}"
         if a.operator != b.operator:
-            raise CaptureError(f"{where}: {a.operator} with one batch, {b.operator} with another: the model asks the host")
+            raise CaptureError(
+                f"{where}: {a.operator} with one batch, {b.operator} with another: the model asks the host"
+            )
         if a.given != b.given:
             raise CaptureError(
                 f"{where}: {b.operator} was given {records.difference(a, b)}, with another batch: a value of the host "
@@ -334,6 +370,19 @@ def compare(one: Sequence[Call], two: Sequence[Call], size: int) -> None:
             )
     if len(one) != len(two):
         raise CaptureError(f"capturing {size} rows: {len(one)} calls with one batch, {len(two)} with another")
+
+
+def weight_places(model: torch.nn.Module) -> list[int]:
+    """The addresses of the tensors that the layers hold."""
+
+    def tensors(held: Any) -> Iterator[torch.Tensor]:
+        if isinstance(held, torch.Tensor):
+            yield held
+        elif isinstance(held, (list, tuple)) or dataclasses.is_dataclass(held):
+            for part in held if isinstance(held, (list, tuple)) else vars(held).values():
+                yield from tensors(part)
+
+    return [x.data_ptr() for module in model.modules() for held in vars(module).values() for x in tensors(held)]
 
 
 def _tensors(inputs: ModelInputs) -> dict[str, torch.Tensor]:

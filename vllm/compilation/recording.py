@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 _ALIGNMENT = 64
 _SLAB = 1 << 20
+_FILL = "fill_uninitialized_memory"
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _aten = torch.ops.aten
@@ -76,12 +77,18 @@ class MemoryPool:
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory, without a hold on it."""
+        if not tensor.numel():  # has no address, yet would hold its memory
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         for slab in self._slabs:
             offset = tensor.data_ptr() - slab.ctypes.data
             if 0 <= offset < slab.nbytes:
                 base = torch.from_numpy(slab).view(tensor.dtype)
                 return base.as_strided(tensor.shape, tensor.stride(), offset // tensor.element_size())
         return tensor
+
+    @property
+    def is_free(self) -> bool:
+        return all(free == [(0, slab.nbytes)] for free, slab in zip(self._free, self._slabs, strict=True))
 
     def poison(self) -> None:
         """Every byte 0xFF, which is NaN in each float type."""
@@ -124,7 +131,7 @@ class Call:
     operator: str
     layer: str
     given: Any
-    replay: Callable[[], None] | None = None
+    replay: Callable[[], object] | None = None
     kernel: Any = None
 
 
@@ -192,6 +199,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.is_paused:
             return func(*args, **kwargs)
+        if _is_view(func):  # shows where the view is used
+            return func(*args, **kwargs)
         packet = func.overloadpacket
         if packet in _TO_HOST:
             raise CaptureError(f"{func} brings a value of the step to the host (in {self._layer() or 'the model'})")
@@ -207,7 +216,7 @@ class Recorder(TorchDispatchMode):
         elif any(x is not None for x in mine):
             call = functools.partial(func, *self._frozen(args), **self._frozen(kwargs))
             return self._computed(str(func), given, call, result, mine)
-        return result  # what only gives memory another shape shows where it is used
+        return result
 
     def outside(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """``function`` of these arguments, which is called in every replay as well."""
@@ -229,7 +238,7 @@ class Recorder(TorchDispatchMode):
 
     # --- how they are kept ----------------------------------------------------------------------------------------
 
-    def _add(self, operator: str, given: Any, replay: Callable[[], None]) -> None:
+    def _add(self, operator: str, given: Any, replay: Callable[[], object]) -> None:
         self.calls.append(Call(operator, self._layer(), given, replay))
 
     def _computed(
@@ -260,7 +269,7 @@ class Recorder(TorchDispatchMode):
     def _pooled(self, tensor: torch.Tensor, copy: bool = True) -> torch.Tensor:
         pooled = self.pool.empty(tensor.shape, tensor.stride(), tensor.dtype)
         # As torch fills what it makes where that is asked for, NaN included.
-        return pooled.copy_(tensor) if copy or torch.utils.deterministic.fill_uninitialized_memory else pooled
+        return pooled.copy_(tensor) if copy or memory_is_filled() else pooled
 
     def _constant(self, func: Any, value: torch.Tensor) -> torch.Tensor:
         given = (str(func), tuple(value.shape), value.dtype, value.reshape(-1).tolist())
@@ -270,6 +279,17 @@ class Recorder(TorchDispatchMode):
 
     def _frozen(self, values: Any) -> Any:
         return tree_map(lambda x: self.pool.alias(x) if isinstance(x, torch.Tensor) else x, values)
+
+
+def memory_is_filled() -> bool:
+    """Whether torch puts NaN into memory that it gives out."""
+    return torch.are_deterministic_algorithms_enabled() and bool(getattr(torch.utils.deterministic, _FILL))
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and all(x.alias_info is not None and not x.alias_info.is_write for x in returns)
 
 
 class _Library:

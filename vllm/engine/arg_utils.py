@@ -29,7 +29,7 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.kernels.ops import preferred_block_size
-from vllm.logger import init_logger, log_once
+from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization import declared_quantization, resolve_quantization
 from vllm.model_executor.model_loader import check_load_format
 from vllm.model_executor.model_loader.weight_utils import resolve_model_path

@@ -47,11 +47,11 @@ class BatchPlan:
         return BatchPlan(
             step=agreement.step,
             num_reqs_unpadded=num_reqs_unpadded,
-            num_reqs_padded=max(num_reqs_unpadded, num_reqs_captured if agreement.cudagraph_mode else 1),
+            num_reqs_padded=max(num_reqs_unpadded, num_reqs_captured if agreement.cudagraph_mode > 0 else 1),
             num_tokens_unpadded=agreement.num_tokens_unpadded,
             num_tokens_padded=agreement.num_tokens_padded,
             num_tokens_unpadded_across_dp=agreement.num_tokens_unpadded_across_dp,
             num_tokens_padded_across_dp=agreement.num_tokens_padded_across_dp,
             dp_rank=agreement.dp_rank,
-            cudagraph_mode=agreement.cudagraph_mode,
+            cudagraph_mode=max(agreement.cudagraph_mode, 0),
         )

@@ -17,6 +17,9 @@ import torch
 from vllm.distributed.parallel_state import GroupCoordinator, get_dp_group, get_tp_group
 from vllm.platforms import ParallelPolicies
 
+# A vote, and an agreement, to capture steps anew before this one, which runs eagerly.
+CAPTURE = -1
+
 
 class LockstepError(RuntimeError):
     """The ranks are not in the same step, or TP ranks were given different work; raised on every rank."""
@@ -29,7 +32,8 @@ class DPVote:
     Attributes:
         num_tokens_unpadded: tokens scheduled on this rank; 0 when it is idle or could schedule nothing.
         num_tokens_padded: rows that it needs at least, before graph sizes and DP padding.
-        cudagraph_mode: the highest mode that it could run; an idle rank votes the highest configured one.
+        cudagraph_mode: the highest mode that it could run; an idle rank votes the highest that it has. ``CAPTURE``
+            where its captured steps are stale, and no request of its has anything in the caches.
         has_unfinished: 1 while it holds requests that are not finished.
         step: the step that it is in.
         pad_to_max: 1 where its policy pads every rank to the largest count.
@@ -60,7 +64,7 @@ class DPAgreement:
         num_tokens_unpadded_across_dp: real tokens of each rank.
         num_tokens_padded_across_dp: rows that each rank runs. At least 1 on every rank where any has tokens, so that
             idle ranks run a dummy; all 0 where none has, and then nobody runs.
-        cudagraph_mode: the minimum over the ranks.
+        cudagraph_mode: the minimum over the ranks; ``CAPTURE`` where all of them vote so, and NONE where some do.
         any_unfinished: whether any rank still holds requests; all stop in the same step.
         all_stopping: whether all vote to leave.
     """
@@ -131,7 +135,8 @@ def agree(votes: Sequence[DPVote], dp_rank: int, bucket: Callable[[int], int] | 
             "VLLM_DP_PAD_TO_MAX and VLLM_POLICIES alike on all ranks"
         )
     unpadded = tuple(vote.num_tokens_unpadded for vote in votes)
-    mode = min(vote.cudagraph_mode for vote in votes)
+    modes = {vote.cudagraph_mode for vote in votes}
+    mode = CAPTURE if modes == {CAPTURE} else max(min(modes), 0)
     if not any(unpadded):
         padded = (0,) * len(votes)
     else:

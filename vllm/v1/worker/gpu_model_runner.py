@@ -31,7 +31,7 @@ from vllm.v1.sample.sampler import Sampler, SamplerOutput
 from vllm.v1.sample.state import SamplingState
 from vllm.v1.transfers import HostCopies, to_device
 from vllm.v1.worker.batch_plan import BatchPlan
-from vllm.v1.worker.dp_utils import DPAgreement, coordinate_batch_across_dp, pads_to_max
+from vllm.v1.worker.dp_utils import CAPTURE, DPAgreement, coordinate_batch_across_dp, pads_to_max
 from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.input_buffers import InputBuffers
 from vllm.v1.worker.step_memory import PROMPT_LOGPROB_ROWS, largest_step_bytes
@@ -104,6 +104,8 @@ class GPUModelRunner:
         self.graphs.capture()
 
     def release_kv_cache(self) -> None:
+        if hasattr(self, "graphs"):
+            self.graphs.forget()
         for layer in self.cached_layers.values():
             layer.unbind_kv_cache()
 
@@ -176,7 +178,7 @@ class GPUModelRunner:
             step=self.step,
             has_unfinished=has_unfinished,
             num_tokens_padded=self.vllm_config.compilation_config.padded_size(num_tokens) if num_tokens else 0,
-            cudagraph_mode=self.graphs.vote(scheduler_output.num_scheduled_tokens),
+            cudagraph_mode=self.graphs.vote(scheduler_output),
             bucket=self.graphs.bucket,
             pad_to_max=self.pad_to_max,
             stopping=self.stopping,
@@ -184,6 +186,8 @@ class GPUModelRunner:
         )
         waited = time.perf_counter() - begun if self.vllm_config.parallel_config.world_size > 1 else 0.0
         self.step += 1
+        if agreement.cudagraph_mode == CAPTURE:
+            self.graphs.capture()
         self.agreement, self.any_unfinished_across_dp = agreement, agreement.any_unfinished
         captured = self.graphs.num_reqs(agreement.num_tokens_padded)
         plan = BatchPlan.make(agreement, len(scheduler_output.requests), captured)

@@ -16,7 +16,6 @@ import torch
 
 from vllm.v1.transfers import PersistentBuffer, Staging
 
-
 _NO_VALUE = -(2**31) + 7
 
 
