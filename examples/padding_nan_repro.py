@@ -280,7 +280,8 @@ def experts_by_group(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
 def route(count: int) -> Result:
     x, logits = random(ROWS, HIDDEN, seed=7), random(ROWS, EXPERTS, seed=8)
     x[REAL:], logits[REAL:] = NAN, NAN
-    weights, ids = ops.topk_softmax(logits, TOP_K, True, count)
+    rows = torch.arange(ROWS)
+    weights, ids = ops.topk_softmax(logits, TOP_K, True, rows.where(rows < count, -1))
     if count == ROWS:
         ids = scanning_top_k(logits)
     exact_weights, exact_ids = logits[:REAL].double().softmax(-1).topk(TOP_K)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from padding_slots import slots
 from torch import Tensor
 
 from vllm.kernels import reference, reference_gdn, xpu
@@ -119,7 +120,9 @@ def topk_softmax(
     assert logits.is_contiguous() and weights.is_contiguous() and ids.is_contiguous() and rows.is_contiguous()
     assert bias is is_padding is None and ids.dtype is rows.dtype is torch.int32 and weights.dtype is torch.float32
     assert not logits.isnan().any(), "a NaN makes one expert the choice many times"
-    new_weights, new_ids = reference.topk_softmax(logits, weights.shape[1], renormalize, len(logits))
+    new_weights, new_ids = reference.topk_softmax(
+        logits, weights.shape[1], renormalize, slots(len(logits), len(logits))
+    )
     weights.copy_(new_weights)
     ids.copy_(new_ids)
 
@@ -129,7 +132,9 @@ def grouped_topk(
 ) -> tuple[Tensor, Tensor]:
     assert scores.is_contiguous() and bias.is_contiguous() and scoring == 1 and max(groups, top_k) <= 32
     assert not scores.isnan().any(), "a NaN makes one expert the choice many times"
-    weights, ids = reference.grouped_topk(scores, top_k, renormalize, len(scores), groups, kept, 2, True, bias)
+    weights, ids = reference.grouped_topk(
+        scores, top_k, renormalize, slots(len(scores), len(scores)), groups, kept, 2, True, bias
+    )
     return weights * scale, ids
 
 

@@ -77,6 +77,7 @@ class ForwardContext:
         static_forward_context: layer name → layer, as the model registered them.
         dp_metadata: the rows of all DP ranks; None where each rank computes for itself (DP size 1).
         batch_plan: the step's frozen plan, of the runner's own type.
+        slot_mapping: int64 [T], each row's cache slot, negative in pad rows; None where no layer asks which those are.
         is_dummy: the rows are all padding (idle rank, warm-up), so diagnostics stay silent.
         step_buffers: the engine's ``StepBuffers`` for layer outputs; None where layers allocate.
         additional: values of one backend's own.
@@ -86,6 +87,7 @@ class ForwardContext:
     static_forward_context: Mapping[str, Any] = field(default_factory=dict)
     dp_metadata: DPMetadata | None = None
     batch_plan: Any = None
+    slot_mapping: torch.Tensor | None = None
     is_dummy: bool = False
     step_buffers: Any = None
     additional: Mapping[str, Any] = field(default_factory=dict)
@@ -111,6 +113,7 @@ def set_forward_context(
     *,
     dp_metadata: DPMetadata | None = None,
     batch_plan: Any = None,
+    slot_mapping: torch.Tensor | None = None,
     is_dummy: bool = False,
     step_buffers: Any = None,
     step: int | None = None,
@@ -122,8 +125,9 @@ def set_forward_context(
     if step is not None:
         set_current_step(step)
     _context = ForwardContext(
-        attn_metadata, static_forward_context or {}, dp_metadata, batch_plan, is_dummy, step_buffers, additional or {}
-    )
+        attn_metadata, static_forward_context or {}, dp_metadata, batch_plan, slot_mapping, is_dummy, step_buffers,
+        additional or {},
+    )  # fmt: skip
     try:
         yield _context
     finally:

@@ -16,6 +16,7 @@ import pytest
 import rank_checks
 import torch
 import torch.nn.functional as F
+from padding_slots import slots
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "padding_nan_repro.py"
 
@@ -60,7 +61,7 @@ def repro(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def leave_tail(repro: Any, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(repro.attention, "zero_padding_rows", lambda output, num_actual_tokens: None)
+    patch.setattr(repro.attention, "zero_padding_rows", lambda output, slot_mapping: None)
     patch.setattr(repro.ops, "paged_attention", rank_checks.of_real_rows(repro.ops.paged_attention))
 
 
@@ -70,7 +71,7 @@ def accept_any_count(repro: Any, patch: pytest.MonkeyPatch) -> None:
 
 def route_padding(repro: Any, patch: pytest.MonkeyPatch) -> None:
     select = repro.ops.topk_softmax
-    patch.setattr(repro.ops, "topk_softmax", lambda logits, k, norm, _: select(logits, k, norm, len(logits)))
+    patch.setattr(repro.ops, "topk_softmax", lambda logits, k, norm, slots: select(logits, k, norm, slots.abs()))
 
 
 def walk_on(repro: Any, patch: pytest.MonkeyPatch) -> None:
@@ -83,7 +84,7 @@ def walk_on(repro: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 def leave_latent_rows(repro: Any, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(repro.mla, "zero_padding_rows", lambda output, num_actual_tokens: None)
+    patch.setattr(repro.mla, "zero_padding_rows", lambda output, slot_mapping: None)
 
 
 def multiply_with_weight_0(repro: Any, patch: pytest.MonkeyPatch) -> None:
@@ -135,7 +136,7 @@ def test_a_nan_row_reaches_another_by_an_expert_chosen_twice(repro: Any, nan_poi
     for row, experts in enumerate(((1, 3), (4, 5), (6, 7), (2, 5))):
         logits[row, list(experts)] = torch.tensor([2.0, 1.0])
     x[2], logits[2] = float("nan"), float("nan")
-    weights, ids = repro.ops.topk_softmax(logits, repro.TOP_K, True, 4)
+    weights, ids = repro.ops.topk_softmax(logits, repro.TOP_K, True, slots(4, 4))
     repeated = repro.scanning_top_k(logits)
     assert repeated[2].tolist() == [0, 0]
     assert repro.nan_rows(repro.experts_by_group(x, repeated, weights)) == [0, 2]

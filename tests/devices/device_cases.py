@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from device_suite import Sizes
+from padding_slots import slots
 from torch import Tensor
 
 from vllm.kernels import reference, reference_gdn, weights
@@ -234,7 +235,7 @@ def router_logits(p: Place) -> Args:
     generator = torch.Generator("cpu").manual_seed(3)
     rows = [torch.randperm(s.experts, generator=generator) for _ in range(s.rows)]
     logits = torch.stack(rows).float() * 0.07 - 1
-    return p.padded(logits.to(p.device)), s.top_k, True, s.rows - s.pads
+    return p.padded(logits.to(p.device)), s.top_k, True, slots(s.rows - s.pads, s.rows, p.device)
 
 
 def experts(rows: Callable[[Sizes], int], of_one: bool = False) -> Callable[[Place], Args]:
@@ -397,9 +398,6 @@ def exact(name: str, sizes: Sizes, dtype: torch.dtype) -> list[Tensor]:
     args = widened(build(Place(sizes, "cpu", dtype)))
     if operator == "gated_delta_net":
         out = reference_gdn.gated_delta_net_ref(*args[:6], torch.float64, reference_gdn.delta_rule_chunked)
-    elif operator == "topk_softmax":
-        wide, top_k, renormalize, real = args
-        out = reference.topk_softmax(wide, top_k, renormalize, real)
     else:
         out = getattr(reference, operator)(*args)
     return results(out, args)

@@ -16,6 +16,7 @@ import device_suite as suite
 import pytest
 import torch
 from device_suite import Sizes
+from padding_slots import slots
 from torch import Tensor
 
 from vllm.kernels import checks, reference, table, weights
@@ -150,7 +151,10 @@ def embedding(s: Sizes, packer: Any) -> Work:
 
 def topk_softmax(s: Sizes, packer: Any) -> Work:
     logits = randn(s.prefill_tokens, s.experts, dtype=torch.float32)
-    return Work((logits, s.top_k, True, s.prefill_tokens), logits.nbytes + s.prefill_tokens * s.top_k * 8)
+    return Work(
+        (logits, s.top_k, True, slots(len(logits), len(logits), logits.device)),
+        logits.nbytes + s.prefill_tokens * s.top_k * 8,
+    )
 
 
 def delta_net(s: Sizes, requests: int, new: int) -> Work:

@@ -13,6 +13,7 @@ import rank_checks
 import tiny_models as tiny
 import torch
 from layout_checks import rank_llm
+from padding_slots import slots
 from transformers import LlamaConfig, LlamaForCausalLM
 
 pytestmark = pytest.mark.multiprocess
@@ -121,7 +122,7 @@ def shared_expert_rows() -> torch.Tensor:
     shared = torch.full((3, 8), torch.nan)
     shared[:real] = 1.0
     metadata = forward_context.DPMetadata.make(plan.num_tokens_padded_across_dp, rank, 3)
-    with forward_context.set_forward_context(None, dp_metadata=metadata, batch_plan=plan):
+    with forward_context.set_forward_context(None, dp_metadata=metadata, slot_mapping=slots(real, 3)):
         return moe(torch.zeros(3, 8), torch.zeros(3, 4), shared)
 
 

@@ -16,6 +16,7 @@ import pytest
 import rank_checks
 import tiny_models as tiny
 import torch
+from padding_slots import slots
 
 pytestmark = pytest.mark.multiprocess
 
@@ -145,13 +146,13 @@ def padded_ranks(folder: str, fault: str) -> tuple[list[Any], list[tuple[int, ..
 
     llm = make_llm(folder, 1, 2, compilation_config={"cudagraph_capture_sizes": [8]})
     if fault == "attention tail":
-        attention.zero_padding_rows = lambda output, num_actual_tokens: None
+        attention.zero_padding_rows = lambda output, slot_mapping: None
         rank_checks.attend_real_rows_only()
     elif fault == "router":
         from vllm.kernels import ops
 
         select = ops.topk_softmax
-        ops.topk_softmax = lambda logits, k, renormalize, _: select(logits, k, renormalize, logits.shape[0])
+        ops.topk_softmax = lambda logits, k, renormalize, slots, _: select(logits, k, renormalize, slots.abs())
     sent: list[Any] = []
     dispatch = AgRsAll2AllManager.dispatch
 
@@ -201,7 +202,7 @@ def test_case_14_nan_logits_choose_no_expert_twice() -> None:
 
     logits = torch.randn(8, 8)
     logits[5:] = torch.nan
-    weights, ids = ops.topk_softmax(logits, 2, True, 5)
+    weights, ids = ops.topk_softmax(logits, 2, True, slots(5, 8))
     assert (ids[5:] == -1).all()
     assert (weights[5:] == 0).all()
     exact = torch.softmax(logits[:5].double(), -1).topk(2)

@@ -16,7 +16,7 @@ from vllm.kernels import checks, cpu, ops, packages, reference, table, triton
 
 QUANTIZED = ("quantized_linear", "quantized_experts", "quantized_embedding")
 SAMPLING = ("row_max", "apply_penalties", "sample", "log_probabilities")
-ONLY_TORCH = ("topk_softmax", "topk_sigmoid", "grouped_topk", *SAMPLING)  # on the CPU
+ONLY_TORCH = SAMPLING  # on the CPU
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_names_of_the_environment(chosen: Callable[..., dict[str, str]]) -> None
         ),
         ("VLLM_KERNELS", "rmsnorm=cpu", r"there is no operator 'rmsnorm'; the nearest is 'rms_norm'; known: linear"),
         ("VLLM_KERNELS", "xpu", r"xpu was asked for, but vllm-xpu-kernels run on XPUs, not on cpu"),
-        ("VLLM_KERNELS", "topk_softmax=cpu", r"topk_softmax=cpu was asked for, but cpu has no topk_softmax"),
+        ("VLLM_KERNELS", "row_max=cpu", r"row_max=cpu was asked for, but cpu has no row_max"),
         ("VLLM_ATTENTION_BACKEND", "FLASHINFER", r"'FLASHINFER' is unknown; known: CPU_ATTN, FLASH_ATTN, TORCH_PAGED"),
     ],
 )
@@ -154,7 +154,7 @@ def test_the_report_lists_the_choices(chosen: Callable[..., dict[str, str]]) -> 
     chosen()
     kernels = collect_env.collect()["kernels"]
     assert kernels["rms_norm"] == "cpu (first choice)"
-    assert kernels["topk_softmax"] == "reference (the only one)"
+    assert kernels["row_max"] == "reference (the only one)"
 
 
 def test_packages_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 import xpu_stand_ins
 from gdn_cases import check, make_case
+from padding_slots import slots
 
 from vllm.kernels import checks, ops, reference, table, weights, xpu
 
@@ -314,8 +315,8 @@ def test_routing_leaves_pad_rows_to_nobody(renormalize: bool) -> None:
     logits = randn(6, 40, dtype=torch.bfloat16)[:, :32]
     logits[4:] = NAN
     for real in (4, 0):
-        values, ids = xpu.topk_softmax(logits, 4, renormalize, real)
-        right_values, right_ids = reference.topk_softmax(logits, 4, renormalize, real)
+        values, ids = xpu.topk_softmax(logits, 4, renormalize, slots(real, 6))
+        right_values, right_ids = reference.topk_softmax(logits, 4, renormalize, slots(real, 6))
         close(values, right_values)
         assert torch.equal(ids, right_ids)
 
@@ -326,13 +327,13 @@ def test_routing_by_groups_leaves_pad_rows_to_nobody(bias: bool) -> None:
     logits, biases = randn(6, 40)[:, :32], randn(32, seed=1) - 1 if bias else None
     logits[4:] = NAN
     for real in (4, 0):
-        values, ids = xpu.grouped_topk(logits, 4, True, real, 8, 3, 2, True, biases)
-        right_values, right_ids = reference.grouped_topk(logits, 4, True, real, 8, 3, 2, True, biases)
+        values, ids = xpu.grouped_topk(logits, 4, True, slots(real, 6), 8, 3, 2, True, biases)
+        right_values, right_ids = reference.grouped_topk(logits, 4, True, slots(real, 6), 8, 3, 2, True, biases)
         close(values, right_values)
         assert torch.equal(ids, right_ids)
     for group_top, sigmoid, groups in ((1, True, 8), (2, False, 8), (2, True, 64)):
         with pytest.raises(NotImplementedError, match=f"of {groups} groups, judged by their best {group_top}"):
-            xpu.grouped_topk(randn(2, 128), 4, True, 2, groups, 3, group_top, sigmoid)
+            xpu.grouped_topk(randn(2, 128), 4, True, slots(2, 2), groups, 3, group_top, sigmoid)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -461,8 +462,9 @@ def test_the_host_asks_the_device_for_nothing() -> None:
         xpu.rms_norm(x, weight, 1e-6)
         xpu.fused_add_rms_norm(x, torch.empty_like(x), weight, 1e-6, x)
         xpu.silu_and_mul(x, x[:, :8])
-        xpu.topk_softmax(x, 4, True, 3)
-        xpu.grouped_topk(x, 4, True, 3, 4, 2, 2, True)
+        of_rows = torch.empty(5, dtype=torch.int64)
+        xpu.topk_softmax(x, 4, True, of_rows)
+        xpu.grouped_topk(x, 4, True, of_rows, 4, 2, 2, True)
         w13, w2 = (torch.empty(3, *size, dtype=torch.bfloat16) for size in ((16, 16), (16, 8)))
         ids, route = torch.empty(5, 4, dtype=torch.int32), torch.empty(5, 4)
         xpu.fused_experts(x, xpu.pack_expert_weights(w13, True), xpu.pack_expert_weights(w2), ids, route)

@@ -152,8 +152,12 @@ def _rotated(device: str) -> tuple[Any, ...]:
     return positions, _randn(device, ROWS, 4, 64), _randn(device, ROWS, 2, 64), table
 
 
+def _slots(device: str) -> Tensor:
+    return _ints(device, [*range(20, 20 + REAL), *[PAD_SLOT] * (ROWS - REAL)], torch.int64)
+
+
 def _routed(device: str) -> tuple[Any, ...]:
-    return _pads(_randn(device, ROWS, 16, dtype=torch.float32) * 3), 4, True, REAL
+    return _pads(_randn(device, ROWS, 16, dtype=torch.float32) * 3), 4, True, _slots(device)
 
 
 def _linear(device: str) -> tuple[Any, ...]:
@@ -216,9 +220,11 @@ _CASES: dict[str, Callable[[str], tuple[Any, ...]]] = {
     "fused_add_rms_norm": lambda d: (_randn(d, ROWS, 64), _randn(d, ROWS, 64) + 1, _randn(d, 64), 1e-6),
     "silu_and_mul": lambda d: (_randn(d, ROWS, 128),),
     "gelu_tanh_and_mul": lambda d: (_randn(d, ROWS, 128),),
+    "sigmoid_gate": lambda d: (_randn(d, ROWS, 3, 64), _randn(d, ROWS, 3, 64)),
     "rotary_embedding": _rotated,
     "reshape_and_cache": _cached,
     "paged_attention": _paged,
+    "zero_padding_rows": lambda d: (_pads(_randn(d, ROWS, 3, 100)), _slots(d)),
     "topk_softmax": _routed,
     "topk_sigmoid": lambda d: (*_routed(d), _randn(d, 16, dtype=torch.float32) / 4),
     "grouped_topk": lambda d: (*_routed(d), 4, 2, 2, True, _randn(d, 16, dtype=torch.float32) / 4),

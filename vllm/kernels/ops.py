@@ -146,6 +146,14 @@ def gelu_tanh_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
     return _run("gelu_tanh_and_mul", x, out)
 
 
+def sigmoid_gate(x: Tensor, gate: Tensor) -> None:
+    """``x *= sigmoid(gate)`` in place: the sigmoid in float32 and rounded to x's dtype, as is the product.
+
+    x: [T, D] or [T, H, D], the last dimension contiguous; gate: the same, or with one number in the place of D.
+    """
+    _run("sigmoid_gate", x, gate)
+
+
 def rotary_embedding(
     positions_T: Tensor, q_THD: Tensor, k_TJD: Tensor, cos_sin_cache: Tensor, interleaved: bool = False
 ) -> None:
@@ -182,6 +190,12 @@ def reshape_and_cache(
             ±448 (infinity too) as ±448, and NaN as NaN. Unused by others.
     """
     _run("reshape_and_cache", k_TJD, v_TJD, key_cache, value_cache, slot_mapping_T, k_scale, v_scale)
+
+
+def zero_padding_rows(x: Tensor, slot_mapping_T: Tensor) -> None:
+    """Sets the rows of x [T, ...] with a negative slot in ``slot_mapping`` (int64 [T]) to exactly 0, in place, and
+    touches no other; a row is contiguous."""
+    _run("zero_padding_rows", x, slot_mapping_T)
 
 
 def paged_attention(
@@ -321,50 +335,52 @@ def repack_expert_weight(packed: PackedExperts, expert: int, weight_NK: Tensor, 
 
 
 def topk_softmax(
-    router_logits_TE: Tensor, top_k: int, renormalize: bool, num_tokens_unpadded: int | Tensor
+    router_logits_TE: Tensor, top_k: int, renormalize: bool, slot_mapping_T: Tensor, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Softmax over all experts in fp32, then the ``top_k`` largest (Shazeer et al. 2017; Jiang et al. 2024).
 
-    router_logits [T, E] → weights [T, top_k] fp32, largest first, ids [T, top_k] int32. Which of equal experts is taken
-    is the implementation's: Triton's takes the lowest, ``torch.topk`` any, always the same. Rows from
-    ``num_tokens_unpadded`` on are padding: id -1 and weight 0, whatever their logits hold. A NaN there would make top-k
-    return one expert many times. The number may be a tensor of one element, for a captured step.
+    router_logits [T, E] → weights [T, top_k] fp32, largest first, times ``scale`` at the end; ids [T, top_k] int32.
+    Which of equal experts is taken is the implementation's: the C++ and Triton's take the lowest, ``torch.topk`` any,
+    always the same. A row with a negative slot in ``slot_mapping`` (int64 [T]) is padding: id -1 and weight 0, whatever
+    its logits hold. A NaN there would make top-k return one expert many times; in a real row it shows in the weights.
     """
-    return _run("topk_softmax", router_logits_TE, top_k, renormalize, num_tokens_unpadded)
+    return _run("topk_softmax", router_logits_TE, top_k, renormalize, slot_mapping_T, scale)
 
 
 def topk_sigmoid(
     router_logits_TE: Tensor,
     top_k: int,
     renormalize: bool,
-    num_tokens_unpadded: int | Tensor,
+    slot_mapping_T: Tensor,
     bias_E: Tensor | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """As ``topk_softmax`` with each expert's own sigmoid in fp32; ``renormalize`` divides by the sum + 1e-20.
 
     ``bias_E`` [E] is added for the choice and its order, not to the weights (DeepSeek-AI 2024, arXiv:2412.19437).
     """
-    return _run("topk_sigmoid", router_logits_TE, top_k, renormalize, num_tokens_unpadded, bias_E)
+    return _run("topk_sigmoid", router_logits_TE, top_k, renormalize, slot_mapping_T, bias_E, scale)
 
 
 def grouped_topk(
     router_logits_TE: Tensor,
     top_k: int,
     renormalize: bool,
-    num_tokens_unpadded: int | Tensor,
+    slot_mapping_T: Tensor,
     num_groups: int,
     topk_groups: int,
     group_top: int,
     sigmoid: bool,
     bias_E: Tensor | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """As ``topk_sigmoid``, or without ``sigmoid`` as ``topk_softmax``, from the best of ``num_groups`` equal groups of
     neighbouring experts alone (DeepSeek-AI 2024, arXiv:2405.04434): the ``topk_groups`` whose ``group_top`` best
     scores, each with its bias, have the largest sum. They have at least ``top_k`` experts.
     """
     return _run(
-        "grouped_topk", router_logits_TE, top_k, renormalize, num_tokens_unpadded, num_groups, topk_groups, group_top,
-        sigmoid, bias_E,
+        "grouped_topk", router_logits_TE, top_k, renormalize, slot_mapping_T, num_groups, topk_groups, group_top,
+        sigmoid, bias_E, scale,
     )  # fmt: skip
 
 

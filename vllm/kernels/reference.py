@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vllm.kernels.padding import PAD_EXPERT
 from vllm.kernels.quantized import QuantizedWeight, dequantize, round_activations
 from vllm.kernels.reference_gdn import GDNWeights, delta_rule_chunked, gated_delta_net_ref
 from vllm.kernels.reference_sampling import apply_penalties, log_probabilities, row_max, sample  # noqa: F401
@@ -84,6 +85,10 @@ def swigluoai_and_mul(x: Tensor) -> Tensor:
     gate, up = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
     return (gate * torch.sigmoid(1.702 * gate) * (up + 1)).to(x.dtype)
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor) -> None:
+    x *= gate.sigmoid()
 
 
 def rotary_embedding(
@@ -260,35 +265,41 @@ def _experts(
     return y.to(x_TD.dtype) if out is None else out.copy_(y)
 
 
+def zero_padding_rows(x: Tensor, slot_mapping_T: Tensor) -> None:
+    x.masked_fill_((slot_mapping_T < 0).view(-1, *[1] * (x.dim() - 1)), 0)
+
+
 def topk_softmax(
-    router_logits_TE: Tensor, top_k: int, renormalize: bool, num_tokens_unpadded: int | Tensor
+    router_logits_TE: Tensor, top_k: int, renormalize: bool, slot_mapping_T: Tensor, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     chosen = router_logits_TE.float().softmax(-1).topk(top_k)
-    return _shares(chosen.values, chosen.indices, renormalize, 0, num_tokens_unpadded)
+    return _shares(chosen.values, chosen.indices, renormalize, 0, slot_mapping_T, scale)
 
 
 def topk_sigmoid(
     router_logits_TE: Tensor,
     top_k: int,
     renormalize: bool,
-    num_tokens_unpadded: int | Tensor,
+    slot_mapping_T: Tensor,
     bias_E: Tensor | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     scores = router_logits_TE.float().sigmoid()
     ids = (scores if bias_E is None else scores + bias_E).topk(top_k).indices
-    return _shares(scores.gather(1, ids), ids, renormalize, 1e-20, num_tokens_unpadded)
+    return _shares(scores.gather(1, ids), ids, renormalize, 1e-20, slot_mapping_T, scale)
 
 
 def grouped_topk(
     router_logits_TE: Tensor,
     top_k: int,
     renormalize: bool,
-    num_tokens_unpadded: int | Tensor,
+    slot_mapping_T: Tensor,
     num_groups: int,
     topk_groups: int,
     group_top: int,
     sigmoid: bool,
     bias_E: Tensor | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     logits = router_logits_TE.float()
     scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
@@ -296,16 +307,18 @@ def grouped_topk(
     best = keys_TGE.topk(group_top).values.sum(-1).topk(topk_groups).indices
     passed = torch.ones(keys_TGE.shape[:2], dtype=torch.bool, device=best.device).scatter_(1, best, False)
     ids = keys_TGE.masked_fill(passed[:, :, None], -torch.inf).flatten(1).topk(top_k).indices
-    return _shares(scores.gather(1, ids), ids, renormalize, 1e-20 if sigmoid else 0, num_tokens_unpadded)
+    return _shares(scores.gather(1, ids), ids, renormalize, 1e-20 if sigmoid else 0, slot_mapping_T, scale)
 
 
 def _shares(
-    weights: Tensor, ids: Tensor, renormalize: bool, tiny: float, num_tokens_unpadded: int | Tensor
+    weights: Tensor, ids: Tensor, renormalize: bool, tiny: float, slot_mapping_T: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     if renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + tiny)
-    weights[num_tokens_unpadded:], ids[num_tokens_unpadded:] = 0, -1
-    return weights, ids.int()
+    if scale != 1.0:
+        weights = weights * scale
+    padding = slot_mapping_T[:, None] < 0
+    return weights.masked_fill(padding, 0), ids.int().masked_fill_(padding, PAD_EXPERT)
 
 
 def gated_delta_net(

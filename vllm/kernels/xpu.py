@@ -312,28 +312,30 @@ def paged_attention(
 
 
 def topk_softmax(
-    router_logits_TE: Tensor, top_k: int, renormalize: bool, num_tokens_unpadded: int
+    router_logits_TE: Tensor, top_k: int, renormalize: bool, slot_mapping_T: Tensor, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    T, device = router_logits_TE.shape[0], router_logits_TE.device
+    T, device, padding = router_logits_TE.shape[0], router_logits_TE.device, slot_mapping_T[:, None] < 0
     weights = torch.empty(T, top_k, dtype=torch.float32, device=device)
     ids, unused = (torch.empty(T, top_k, dtype=torch.int32, device=device) for _ in range(2))
-    if real := num_tokens_unpadded:
-        logits = router_logits_TE[:real].contiguous()
-        torch.ops._moe_C.topk_softmax(weights[:real], ids[:real], unused[:real], logits, renormalize, None, None)
-    weights[real:], ids[real:] = 0, PAD_EXPERT
-    return weights, ids
+    if T:
+        logits = router_logits_TE.masked_fill(padding, 0)
+        torch.ops._moe_C.topk_softmax(weights, ids, unused, logits, renormalize, None, None)
+    if scale != 1.0:
+        weights *= scale
+    return weights.masked_fill_(padding, 0), ids.masked_fill_(padding, PAD_EXPERT)
 
 
 def grouped_topk(
     router_logits_TE: Tensor,
     top_k: int,
     renormalize: bool,
-    num_tokens_unpadded: int,
+    slot_mapping_T: Tensor,
     num_groups: int,
     topk_groups: int,
     group_top: int,
     sigmoid: bool,
     bias_E: Tensor | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     (T, E), device = router_logits_TE.shape, router_logits_TE.device
     if not sigmoid or group_top != 2 or max(num_groups, top_k) > 32:
@@ -341,15 +343,14 @@ def grouped_topk(
             f"{top_k} experts of the best of {num_groups} groups, judged by their best {group_top}, sigmoid={sigmoid}: "
             "vllm-xpu-kernels takes up to 32 of each, judged by the best two sigmoids"
         )
-    weights = torch.zeros(T, top_k, dtype=torch.float32, device=device)
-    ids = torch.full((T, top_k), PAD_EXPERT, dtype=torch.int32, device=device)
-    if real := num_tokens_unpadded:
-        bias = torch.zeros(E, dtype=torch.float32, device=device) if bias_E is None else bias_E
-        logits = router_logits_TE[:real].contiguous()
-        weights[:real], ids[:real] = torch.ops._moe_C.grouped_topk(
-            logits, num_groups, topk_groups, top_k, renormalize, 1.0, bias, 1
-        )
-    return weights, ids
+    if not T:
+        return torch.empty(0, top_k, device=device), torch.empty(0, top_k, dtype=torch.int32, device=device)
+    bias = torch.zeros(E, dtype=torch.float32, device=device) if bias_E is None else bias_E
+    padding = slot_mapping_T[:, None] < 0
+    weights, ids = torch.ops._moe_C.grouped_topk(
+        router_logits_TE.masked_fill(padding, 0), num_groups, topk_groups, top_k, renormalize, scale, bias, 1
+    )
+    return weights.masked_fill(padding, 0), ids.int().masked_fill(padding, PAD_EXPERT)
 
 
 def empty_experts(E: int, N: int, K: int, dtype: torch.dtype, gated: bool = False) -> PackedExperts:

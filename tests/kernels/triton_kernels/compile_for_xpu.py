@@ -84,7 +84,7 @@ CALLS: list[tuple[Any, Any]] = [
     (rotary, lambda: rotary.rotary_embedding(ids, qkv[:, :32], qkv[:, 32:40], wide)),
     (cache, lambda: cache.reshape_and_cache(qkv[:, 32:40], qkv[:, 40:], *2 * (new(64, 8, 16, 128),), ids)),
     (embed, lambda: embed.embedding(ids, weights.pack_linear_weight(new(37984, 2048)), (37984, 75968))),
-    (routing, lambda: routing.topk_softmax(new(T, 128), 8, True, 22)),
+    (routing, lambda: routing.topk_softmax(new(T, 128), 8, True, ids)),
     (gdn, run_delta_net),
     (sampling, run_sampling),
     (sampling, lambda: run_sampling(torch.float32)),

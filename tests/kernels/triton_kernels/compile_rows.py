@@ -71,7 +71,7 @@ def main() -> None:
     T = 26
     x, D = new(T, 2048), 2048
     qkv = new(T, 48, 128)
-    ids, count = new(T, dtype=torch.int64), new(1, dtype=torch.int32)
+    ids = new(T, dtype=torch.int64)
     logits, real, starts = new(T, 151936), new(T, dtype=torch.float32), new(T + 1, dtype=torch.int32)
     calls: list[tuple[str, tuple[Any, ...]]] = [
         ("rms_norm", (qkv[:, :32], new(128, dtype=torch.float32), 1e-6, qkv[:, :32])),
@@ -85,10 +85,11 @@ def main() -> None:
             "reshape_and_cache",
             (qkv[:, 32:40], qkv[:, 40:], *2 * (new(64, 8, 16, 128, dtype=torch.float8_e4m3fn),), ids, 0.5, 0.25),
         ),
+        ("zero_padding_rows", (qkv, ids)),
         ("embedding", (ids, weights.pack_linear_weight(new(37984, D)), (37984, 75968))),
-        ("topk_softmax", (new(T, 128), 8, True, 22)),
-        ("topk_sigmoid", (new(T, 256), 8, True, count, new(256, dtype=torch.float32))),
-        ("grouped_topk", (new(T, 256), 8, True, count, 8, 4, 2, True, new(256, dtype=torch.float32))),
+        ("topk_softmax", (new(T, 128), 8, True, ids)),
+        ("topk_sigmoid", (new(T, 256), 8, True, ids, new(256, dtype=torch.float32))),
+        ("grouped_topk", (new(T, 256), 8, True, ids, 8, 4, 2, True, new(256, dtype=torch.float32))),
         ("row_max", (logits,)),
         ("apply_penalties", (logits.float(), starts, ids, real, real, real, real)),
         ("sample", (logits, real, ids, real, ids, ids, ids, real, real)),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from drawn import given, st
+from padding_slots import slots
 
 from vllm.kernels import ops, reference
 from vllm.model_executor.layers.fused_moe import Router
@@ -29,7 +30,6 @@ def check(
     scoring: str,
     renormalize: bool,
     dtype: torch.dtype,
-    count_on: str,
     device: Any,
 ) -> None:
     """``rows``: real ones and pads. Scores are off by 1e-6, so those of the chosen may be that much below the best."""
@@ -37,16 +37,14 @@ def check(
     logits = 2 * randn(real + pads, E).to(dtype)
     logits[real:] = NAN
     bias = 0.3 * randn(E, seed=1) if scoring == "sigmoid with bias" else None
-    count = {"host": real, "scalar": torch.tensor(real), "one": torch.tensor([real]).int()}[count_on]
-    count = count.to(device) if isinstance(count, torch.Tensor) else count
-    args = (wide_rows(logits, device), K, renormalize, count)
+    args = (wide_rows(logits, device), K, renormalize, slots(real, real + pads, device))
     sigmoid = scoring != "softmax"
     if sigmoid:
         weights, ids = operators.topk_sigmoid(*args, None if bias is None else bias.to(device))
-        by_twin, _ = reference.topk_sigmoid(logits, K, renormalize, real, bias)
+        by_twin, _ = reference.topk_sigmoid(logits, K, renormalize, slots(real, real + pads), bias)
     else:
         weights, ids = operators.topk_softmax(*args)
-        by_twin, _ = reference.topk_softmax(logits, K, renormalize, real)
+        by_twin, _ = reference.topk_softmax(logits, K, renormalize, slots(real, real + pads))
     weights, ids = weights.cpu(), ids.cpu()
     assert weights.dtype is torch.float32
     assert ids.dtype is torch.int32
@@ -73,17 +71,16 @@ def check(
     st.sampled_from(["softmax", "sigmoid", "sigmoid with bias"]),
     st.booleans(),
     st.sampled_from(DTYPES),
-    st.sampled_from(["host", "scalar", "one"]),
 )
-def test_topk(nan_poison, rows, sizes, scoring, renormalize, dtype, count_on):
-    check(rows, *sizes, scoring, renormalize, dtype, count_on, "cpu")
+def test_topk(nan_poison, rows, sizes, scoring, renormalize, dtype):
+    check(rows, *sizes, scoring, renormalize, dtype, "cpu")
 
 
 @pytest.mark.parametrize("scoring", ["topk_softmax", "topk_sigmoid"])
 def test_of_equal_experts_the_lowest_is_taken(scoring):
     logits = torch.randint(0, 3, (6, 24), generator=torch.Generator().manual_seed(0)).float()
     logits[-1] = 40.0  # the sigmoid's largest value
-    _, ids = getattr(operators, scoring)(logits, 5, False, 6)
+    _, ids = getattr(operators, scoring)(logits, 5, False, slots(6, 6))
     in_order = scores_of(logits, scoring == "topk_sigmoid", torch.float32).sort(dim=-1, descending=True, stable=True)
     assert torch.equal(ids.long(), in_order.indices[:, :5])
 
@@ -93,7 +90,7 @@ def test_of_equal_experts_the_lowest_is_taken(scoring):
 def test_a_real_row_of_nan_names_experts_that_exist_and_stays_nan(scoring):
     logits = randn(3, 6)
     logits[1] = NAN
-    weights, ids = getattr(operators, scoring)(logits, 3, True, 3)
+    weights, ids = getattr(operators, scoring)(logits, 3, True, slots(3, 3))
     assert weights[1].isnan().all()
     assert ids[1].tolist() == [0, 1, 2]
     assert weights[[0, 2]].isfinite().all()
@@ -101,9 +98,9 @@ def test_a_real_row_of_nan_names_experts_that_exist_and_stays_nan(scoring):
 
 def test_a_row_does_not_depend_on_the_others():
     logits = randn(70, 24)
-    weights, ids = operators.topk_softmax(logits, 4, True, 70)
+    weights, ids = operators.topk_softmax(logits, 4, True, slots(70, 70))
     for i in (0, 41, 69):
-        alone = operators.topk_softmax(logits[i : i + 1], 4, True, 1)
+        alone = operators.topk_softmax(logits[i : i + 1], 4, True, slots(1, 1))
         assert torch.equal(alone[0][0], weights[i])
         assert torch.equal(alone[1][0], ids[i])
 
@@ -116,7 +113,7 @@ def test_sigmoid_equals_transformers():
     router.weight.data, x, bias = randn(8, 16), randn(5, 16, seed=2), 0.3 * randn(8, seed=3)
     logits, want, want_ids = router(x, bias)
     for implementation in (operators.topk_sigmoid, reference.topk_sigmoid, ops.topk_sigmoid):
-        weights, ids = implementation(logits, 3, True, 5, bias)
+        weights, ids = implementation(logits, 3, True, slots(5, 5), bias)
         for row in range(5):
             got = dict(zip(ids[row].tolist(), weights[row].tolist(), strict=True))
             assert got == pytest.approx(dict(zip(want_ids[row].tolist(), want[row].tolist(), strict=True)), rel=1e-5)
@@ -141,7 +138,7 @@ def test_groups(nan_poison, rows, sizes, group_top, sigmoid, renormalize, dtype)
     scores = scores_of(logits[:real], sigmoid)
     keys = scores if bias is None else scores + bias.double()
     for implementation in (operators.grouped_topk, reference.grouped_topk):
-        args = wide_rows(logits, "cpu"), K, renormalize, real, G, kept, group_top, sigmoid, bias
+        args = wide_rows(logits, "cpu"), K, renormalize, slots(real, real + pads), G, kept, group_top, sigmoid, bias
         weights, ids = implementation(*args)
         assert weights.dtype is torch.float32
         assert ids.dtype is torch.int32
@@ -181,8 +178,8 @@ def test_groups_equal_transformers():
         own = Router(16, 6, router is v3, "sigmoid" if router is v3 else "softmax", scale, None, 4, 2, group_top)
         own.bias = bias
         for implementation in (operators.grouped_topk, reference.grouped_topk, None):
-            args = logits, 6, router is v3, 5, 4, 2, group_top, router is v3, bias
-            weights, ids = own(logits, 5) if implementation is None else implementation(*args)
+            args = logits, 6, router is v3, slots(5, 5), 4, 2, group_top, router is v3, bias
+            weights, ids = own(logits, slots(5, 5)) if implementation is None else implementation(*args)
             for row in range(5):
                 got = dict(zip(ids[row].tolist(), weights[row].tolist(), strict=True))
                 factor = 1 if implementation is None else 1 / scale
@@ -193,7 +190,7 @@ def test_groups_equal_transformers():
 def test_the_softmax_of_the_chosen_is_the_renormalised_one_of_all():
     logits = 4 * randn(7, 12)
     want = logits.double().topk(4)
-    weights, ids = Router(12, 4, True)(logits, 7)
+    weights, ids = Router(12, 4, True)(logits, slots(7, 7))
     assert torch.equal(ids.long(), want.indices)
     torch.testing.assert_close(weights.double(), want.values.softmax(-1), rtol=2e-6, atol=0)
 
@@ -215,9 +212,9 @@ def test_numbers_that_do_not_fit_are_refused(arguments, message):
 
 def test_misuse_is_named():
     with pytest.raises(AssertionError, match="9 of 8 experts"):
-        operators.topk_softmax(torch.zeros(2, 8), 9, True, 2)
+        operators.topk_softmax(torch.zeros(2, 8), 9, True, slots(2, 2))
     with pytest.raises(NotImplementedError, match="5000 experts, the most is 4096"):
-        operators.topk_softmax(torch.zeros(2, 5000), 9, True, 2)
-    with pytest.raises(AssertionError, match="one element"):
-        operators.topk_softmax(torch.zeros(2, 8), 2, True, torch.tensor([2, 2]))
-    assert operators.topk_softmax(torch.zeros(0, 8), 2, True, 0)[1].shape == (0, 2)
+        operators.topk_softmax(torch.zeros(2, 5000), 9, True, slots(2, 2))
+    with pytest.raises(AssertionError, match="slot_mapping"):
+        operators.topk_softmax(torch.zeros(2, 8), 2, True, slots(2, 3))
+    assert operators.topk_softmax(torch.zeros(0, 8), 2, True, slots(0, 0))[1].shape == (0, 2)

@@ -16,8 +16,10 @@ from vllm.kernels.cpu.ops import (
     reshape_and_cache,
     rms_norm,
     rotary_embedding,
+    sigmoid_gate,
     silu_and_mul,
     unpack_linear_weight,
+    zero_padding_rows,
 )
 from vllm.kernels.cpu.quantized import (
     pack_quantized_weight,
@@ -25,6 +27,7 @@ from vllm.kernels.cpu.quantized import (
     quantized_experts,
     quantized_linear,
 )
+from vllm.kernels.cpu.routing import grouped_topk, topk_sigmoid, topk_softmax
 
 __all__ = [
     "embedding",
@@ -33,6 +36,7 @@ __all__ = [
     "fused_experts",
     "gated_delta_net",
     "gelu_tanh_and_mul",
+    "grouped_topk",
     "linear",
     "pack_expert_weights",
     "pack_linear_weight",
@@ -45,6 +49,10 @@ __all__ = [
     "reshape_and_cache",
     "rms_norm",
     "rotary_embedding",
+    "sigmoid_gate",
     "silu_and_mul",
+    "topk_sigmoid",
+    "topk_softmax",
     "unpack_linear_weight",
+    "zero_padding_rows",
 ]

@@ -23,7 +23,7 @@ from vllm.compilation import recording
 from vllm.kernels.cpu import build
 from vllm.kernels.memory import huge_page_empty
 from vllm.kernels.quantized import QuantizedWeight
-from vllm.kernels.weights import PackedExperts, PackedWeight, rows_in_range
+from vllm.kernels.weights import PackedExperts, PackedWeight
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -54,8 +54,7 @@ def _at(tensor: Tensor) -> int:
 
 # A kernel takes one packed record of 8-byte fields, as its ``...Args`` in csrc has them: converting a dozen arguments
 # one by one would cost ctypes more than most calls compute.
-_i7, _i8, _i12 = struct.Struct("7q").pack, struct.Struct("8q").pack, struct.Struct("12q").pack
-_i16, _i19 = struct.Struct("16q").pack, struct.Struct("19q").pack
+_i5, _i7, _i8, _i10, _i12, _i16, _i19 = (struct.Struct(f"{n}q").pack for n in (5, 7, 8, 10, 12, 16, 19))
 _i15_f, _i24_ff, _i32_fff = (struct.Struct(layout).pack for layout in ("15qd", "24qdd", "32qddd"))
 _FUNCTIONS = (
     "vc_panel_width",
@@ -66,9 +65,12 @@ _FUNCTIONS = (
     "vc_rms_norm",
     "vc_silu_and_mul",
     "vc_gelu_tanh_and_mul",
+    "vc_sigmoid_gate",
     "vc_rotary",
     "vc_reshape_and_cache",
+    "vc_zero_padding_rows",
     "vc_paged_attention",
+    "vc_route",
     "vc_fused_experts",
     "vc_quantized_panel",
     "vc_pack_quantized",
@@ -220,17 +222,25 @@ def run_linear(
 
 def embedding(ids_T: Tensor, packed: PackedWeight, vocab_range: tuple[int, int] | None = None) -> Tensor:
     _panels(packed)
-    if vocab_range is not None:
-        rows_T, elsewhere = rows_in_range(ids_T, vocab_range)
-        return embedding(rows_T, packed).masked_fill_(elsewhere[:, None], 0)
-    assert ids_T.dtype is torch.int64 and ids_T.dim() == 1, f"ids are {ids_T.shape} {ids_T.dtype}, needed int64 [T]"
-    ids_T = ids_T.contiguous()
+    ids_T, first, rows = ids_and_rows(ids_T, packed, vocab_range)
     T = ids_T.shape[0]
     out = ids_T.new_empty((T, packed.K), dtype=packed.dtype)
-    code = _CODE[packed.dtype]
-    bad = _kernels().vc_embedding(_i8(code, T, packed.N, packed.K, _at(ids_T), packed.address, _at(out), _threads()))
+    code, shared = _CODE[packed.dtype], vocab_range is not None
+    bad = _kernels().vc_embedding(
+        _i10(code, T, rows, packed.K, _at(ids_T), packed.address, _at(out), _threads(), first, shared)
+    )
     assert not bad, f"ids from {ids_T.min()} to {ids_T.max()} do not fit {packed.N} rows"
     return out
+
+
+def ids_and_rows(
+    ids_T: Tensor, packed: PackedWeight | QuantizedWeight, vocab_range: tuple[int, int] | None
+) -> tuple[Tensor, int, int]:
+    """Contiguous ids, the id of the weight's first row, and how many rows have an id."""
+    assert ids_T.dtype is torch.int64 and ids_T.dim() == 1, f"ids are {ids_T.shape} {ids_T.dtype}, needed int64 [T]"
+    first, last = (0, packed.N) if vocab_range is None else vocab_range
+    assert last - first <= packed.N, f"ids from {first} to {last - 1} do not fit {packed.N} rows"
+    return ids_T.contiguous(), first, last - first
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -309,6 +319,33 @@ def _gated(kernel: Any, x: Tensor, out: Tensor | None) -> Tensor:
     return out
 
 
+def sigmoid_gate(x: Tensor, gate: Tensor) -> None:
+    shape, dtype = x.shape, x.dtype
+    if len(shape) == 2:
+        x, gate = x[:, None], gate[:, None]
+    T, H, D = x.shape
+    (x0, x1, x2), (g0, g1, g2) = x.stride(), gate.stride()
+    assert gate.shape in ((T, H, D), (T, H, 1)) and gate.dtype is dtype, (
+        f"the gate is {gate.shape} {gate.dtype}, x {shape} {dtype}"
+    )
+    one = gate.shape[2] == 1
+    assert (x2 == 1 or D == 1) and (g2 == 1 or one), f"last strides are {x2}, {g2}, needed 1"
+    _kernels().vc_sigmoid_gate(_i12(_CODE[dtype], T, H, D, _at(x), x0, x1, _at(gate), g0, g1, one, _threads()))
+
+
+def zero_padding_rows(x: Tensor, slot_mapping_T: Tensor) -> None:
+    T, row = x.shape[0], x[0] if len(x) else x
+    assert row.is_contiguous(), f"rows have strides {x.stride()}, needed contiguous ones"
+    _kernels().vc_zero_padding_rows(_i5(T, row.nbytes, _at(x), x.stride(0) * x.itemsize, _slots(slot_mapping_T, T)))
+
+
+def _slots(slot_mapping_T: Tensor, T: int) -> int:
+    assert slot_mapping_T.shape == (T,) and slot_mapping_T.dtype is torch.int64 and slot_mapping_T.is_contiguous(), (
+        f"slots are {slot_mapping_T.shape} {slot_mapping_T.dtype}, needed int64 {(T,)}"
+    )
+    return _at(slot_mapping_T)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Attention
 
@@ -375,14 +412,11 @@ def reshape_and_cache(
         assert value_cache.dtype is key_cache.dtype, f"caches are {key_cache.dtype} and {value_cache.dtype}"
         v, values = _at(v_TJD), _at(value_cache)
     assert k2 == 1, f"last stride of k is {k2}, needed 1"
-    assert slot_mapping_T.shape == (T,) and slot_mapping_T.dtype is torch.int64 and slot_mapping_T.is_contiguous(), (
-        f"slots are {slot_mapping_T.shape} {slot_mapping_T.dtype}, needed int64 {(T,)}"
-    )
     bad = kernels.vc_reshape_and_cache(
         _i24_ff(
             T, J, D, D * n, _CODE[dtype], key_cache.dtype is FP8, blocks, block_size, _at(k_TJD), k0 * n, k1 * n, v,
             v0 * n, v1 * n, _at(key_cache), kc0 * c, kc1 * c, kc2 * c, values, vc0 * c, vc1 * c, vc2 * c,
-            _at(slot_mapping_T), _threads(), k_scale, v_scale,
+            _slots(slot_mapping_T, T), _threads(), k_scale, v_scale,
         )
     )  # fmt: skip
     assert not bad, (

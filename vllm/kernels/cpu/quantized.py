@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: PT018
 """Products with weights that stay quantised, by the C++ kernels, with the contracts of ``kernels.ops``; what
 ``kernels.cpu.ops`` says of rows holds.
 
@@ -22,14 +21,13 @@ from torch import Tensor
 from vllm.kernels.cpu import ops
 from vllm.kernels.cpu.ops import _CODE, _at, _threads
 from vllm.kernels.quantized import FORMATS, QuantizedWeight
-from vllm.kernels.weights import rows_in_range
 
 _FORMATS = {format: i for i, format in enumerate(FORMATS)}  # csrc has them in that order
 _BLOCKS = {"q4_1": 32, "q5_0": 32, "q5_1": 32, "q4_k": 32, "q5_k": 32, "q6_k": 16}  # columns of one scale
 _ACTIVATIONS = {None: 0, "int8": 1, "fp8": 2}
 _MOST_COLUMNS = 1 << 15  # whose products of int8 an int32 can surely sum up
 _FEWEST_ROWS = 128  # whose largest result is surely large enough for 2 ** -6 of it to cover what rounding moves
-_i6, _i9, _i11 = (struct.Struct(f"{n}q").pack for n in (6, 9, 11))
+_i9, _i11 = (struct.Struct(f"{n}q").pack for n in (9, 11))
 
 
 @dataclass(frozen=True)
@@ -124,15 +122,11 @@ def quantized_linear(
 
 
 def quantized_embedding(ids_T: Tensor, weight: QuantizedWeight, vocab_range: tuple[int, int] | None = None) -> Tensor:
-    record = _panels(weight).record_address
-    if vocab_range is not None:
-        rows_T, elsewhere = rows_in_range(ids_T, vocab_range)
-        return quantized_embedding(rows_T, weight).masked_fill_(elsewhere[:, None], 0)
-    assert ids_T.dtype is torch.int64 and ids_T.dim() == 1, f"ids are {ids_T.shape} {ids_T.dtype}, needed int64 [T]"
-    ids_T = ids_T.contiguous()
+    record, shared = _panels(weight).record_address, vocab_range is not None
+    ids_T, first, rows = ops.ids_and_rows(ids_T, weight, vocab_range)
     out = ids_T.new_empty((ids_T.shape[0], weight.K), dtype=weight.dtype)
     bad = ops._kernels().vc_quantized_embedding(
-        _i6(_CODE[weight.dtype], len(ids_T), _at(ids_T), record, _at(out), _threads())
+        _i9(_CODE[weight.dtype], len(ids_T), rows, _at(ids_T), record, _at(out), _threads(), first, shared)
     )
     assert not bad, f"ids from {ids_T.min()} to {ids_T.max()} do not fit {weight.N} rows"
     return out

@@ -9,7 +9,7 @@ import sys
 
 from vllm.kernels.triton.activation import gelu_tanh_and_mul, silu_and_mul
 from vllm.kernels.triton.attention import paged_attention, paged_attention_forms, paged_attention_workspace
-from vllm.kernels.triton.cache import reshape_and_cache
+from vllm.kernels.triton.cache import reshape_and_cache, zero_padding_rows
 from vllm.kernels.triton.embedding import embedding
 from vllm.kernels.triton.experts import fused_experts, fused_experts_forms
 from vllm.kernels.triton.gdn import gated_delta_net
@@ -59,4 +59,5 @@ __all__ = [
     "silu_and_mul",
     "topk_sigmoid",
     "topk_softmax",
+    "zero_padding_rows",
 ]

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The write of new keys and values into the paged cache. It ran in Triton's interpreter, not yet on hardware."""
+"""The writes of new keys and values into the paged cache, and of zeros into pad rows.
+
+They ran in Triton's interpreter, not yet on hardware."""
 
 from __future__ import annotations
 
@@ -79,3 +81,21 @@ def reshape_and_cache(
             values, *values.stride()[:3], slot_mapping_T, block_size, J, D, k_scale, v_scale, v is v_TJD, codes, heads,
             block,
         )  # fmt: skip
+
+
+@triton.jit
+def _zero_kernel(x, x0, slots, D, COLUMNS: tl.constexpr):
+    t, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    if tl.load(slots + t) < 0:
+        tl.store(x + t * x0 + d, tl.zeros([COLUMNS], x.dtype.element_ty), d < D)
+
+
+def zero_padding_rows(x: Tensor, slot_mapping_T: Tensor) -> None:
+    rows = x if x.dim() == 2 else x.flatten(1)
+    assert rows.data_ptr() == x.data_ptr(), f"rows have strides {x.stride()}, needed contiguous ones"
+    T, D = rows.shape
+    fits("x", rows, (T, D), x.dtype)
+    fits("slot_mapping", slot_mapping_T, (T,), torch.int64)
+    if T and D:
+        columns = min(triton.next_power_of_2(D), 1024)
+        _zero_kernel[(T, triton.cdiv(D, columns))](rows, rows.stride(0), slot_mapping_T, D, columns)

@@ -16,18 +16,16 @@ from vllm.kernels.triton.rows import DTYPES, fits, refuse_other_dtypes, rows_of,
 _MOST_EXPERTS = 4096
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_real"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _topk_kernel(
-    logits, l0, bias, weights, ids, num_rows, num_real, num_real_ptr,
+    logits, l0, bias, weights, ids, slots, num_rows, scale,
     E: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_TOP: tl.constexpr, BLOCK_G: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    if num_real_ptr is not None:
-        num_real = tl.load(num_real_ptr)
     t = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     e, k = tl.arange(0, COLUMNS)[None, :], tl.arange(0, BLOCK_K)[None, :]
-    real = (t < num_real) & (t < num_rows)
+    real = tl.load(slots + t, t < num_rows, -1) >= 0
     x = tl.load(logits + t * l0 + e, real & (e < E), 0).to(tl.float32)
     x = tl.where(e < E, x, float("-inf"))
     if SIGMOID:
@@ -70,7 +68,7 @@ def _topk_kernel(
     if RENORMALIZE:
         weight = weight / (total + (1e-20 if SIGMOID else 0.0))[:, None]
     live = (t < num_rows) & (k < K)
-    tl.store(weights + t * K + k, tl.where(real, weight, 0), live)
+    tl.store(weights + t * K + k, tl.where(real, weight * scale, 0), live)
     tl.store(ids + t * K + k, tl.where(real, chosen, -1), live)
 
 
@@ -78,9 +76,10 @@ def _topk(
     logits_TE: Tensor,
     top_k: int,
     renormalize: bool,
-    num_real: int | Tensor,
+    slot_mapping_T: Tensor,
     sigmoid: bool,
     bias_E: Tensor | None,
+    scale: float,
     groups: tuple[int, int, int] = (1, 1, 1),
 ) -> tuple[Tensor, Tensor]:
     refuse_other_dtypes(logits_TE)
@@ -98,11 +97,10 @@ def _topk(
         fits("bias", bias_E, (E,), *DTYPES)
     weights, ids = (logits_TE.new_empty(T, top_k, dtype=dtype) for dtype in (torch.float32, torch.int32))
     shape = tile(E, _MOST_EXPERTS)
-    on_host, on_device = (0, num_real) if isinstance(num_real, Tensor) else (num_real, None)
-    assert on_device is None or on_device.numel() == 1, f"the number of rows is {on_device}, needed one element"
+    fits("slot_mapping", slot_mapping_T, (T,), torch.int64)
     if T:
         _topk_kernel[(triton.cdiv(T, shape["ROWS"]),)](
-            logits_TE, rows_of(logits_TE)[2], bias_E, weights, ids, T, on_host, on_device,
+            logits_TE, rows_of(logits_TE)[2], bias_E, weights, ids, slot_mapping_T, T, float(scale),
             E, top_k, sigmoid, renormalize, triton.next_power_of_2(top_k),
             num_groups, topk_groups, group_top, triton.next_power_of_2(num_groups), **shape,
         )  # fmt: skip
@@ -110,31 +108,33 @@ def _topk(
 
 
 def topk_softmax(
-    router_logits_TE: Tensor, top_k: int, renormalize: bool, num_tokens_unpadded: int | Tensor
+    router_logits_TE: Tensor, top_k: int, renormalize: bool, slot_mapping_T: Tensor, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    return _topk(router_logits_TE, top_k, renormalize, num_tokens_unpadded, False, None)
+    return _topk(router_logits_TE, top_k, renormalize, slot_mapping_T, False, None, scale)
 
 
 def topk_sigmoid(
     router_logits_TE: Tensor,
     top_k: int,
     renormalize: bool,
-    num_tokens_unpadded: int | Tensor,
+    slot_mapping_T: Tensor,
     bias_E: Tensor | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    return _topk(router_logits_TE, top_k, renormalize, num_tokens_unpadded, True, bias_E)
+    return _topk(router_logits_TE, top_k, renormalize, slot_mapping_T, True, bias_E, scale)
 
 
 def grouped_topk(
     router_logits_TE: Tensor,
     top_k: int,
     renormalize: bool,
-    num_tokens_unpadded: int | Tensor,
+    slot_mapping_T: Tensor,
     num_groups: int,
     topk_groups: int,
     group_top: int,
     sigmoid: bool,
     bias_E: Tensor | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     groups = num_groups, topk_groups, group_top
-    return _topk(router_logits_TE, top_k, renormalize, num_tokens_unpadded, sigmoid, bias_E, groups)
+    return _topk(router_logits_TE, top_k, renormalize, slot_mapping_T, sigmoid, bias_E, scale, groups)

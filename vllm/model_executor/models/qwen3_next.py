@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from vllm.config import VllmConfig
+from vllm.kernels import ops
 from vllm.model_executor.layers.activation import check_hidden_act
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -65,7 +66,8 @@ class Qwen3NextAttention(nn.Module):
         q, k = self.q_norm(q, out=q), self.k_norm(k, out=k)
         self.rotary_emb(positions, q, k)
         out = self.attn(q.flatten(1), k.flatten(1), v)
-        return self.o_proj(out.mul_(gate.sigmoid().flatten(1)))
+        ops.sigmoid_gate(out.view(q.shape), gate)
+        return self.o_proj(out)
 
 
 class Qwen3NextSparseMoeBlock(Qwen3MoeSparseMoeBlock):
@@ -79,7 +81,8 @@ class Qwen3NextSparseMoeBlock(Qwen3MoeSparseMoeBlock):
         self.shared_expert = GatedMLP(hidden, inner, dtype, f"{prefix}.shared_expert", reduce_results=False)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        shared = self.shared_expert(hidden_states).mul_(self.shared_expert_gate(hidden_states).sigmoid())
+        shared = self.shared_expert(hidden_states)
+        ops.sigmoid_gate(shared, self.shared_expert_gate(hidden_states))
         return self.experts(hidden_states, self.gate(hidden_states), tp_partial=shared)
 
 

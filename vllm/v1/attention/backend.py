@@ -105,8 +105,8 @@ class AttentionImpl(ABC):
         sinks [H]: logits of one more column of each head's softmax, without a value. The scales are those of a float8
         cache, see ``ops.reshape_and_cache``.
 
-        Writes key and value of the rows whose slot is not -1 into kv_cache first. Rows of output from
-        num_actual_tokens on are left as they are: the layer sets them to 0.
+        Writes key and value of the rows whose slot is not -1 into kv_cache first. Rows of output whose
+        slot is -1 may hold anything: the layer sets them to 0.
         """
 
     def workspace_bytes(self, num_tokens: int, max_model_len: int, dtype: torch.dtype) -> int:

@@ -284,6 +284,7 @@ class GPUModelRunner:
             self.cached_layers,
             dp_metadata=DPMetadata.make(plan.num_tokens_padded_across_dp, plan.dp_rank, plan.num_tokens_padded),
             batch_plan=plan,
+            slot_mapping=common.slot_mapping,
             is_dummy=plan.is_dummy,
             step_buffers=self.step_buffers,
             step=plan.step,

@@ -142,6 +142,18 @@ template <class T> INLINE void store_part(T* p, vf v, int n) {
   std::memcpy(p, tmp, n * sizeof(T));
 }
 
+// fn(column, columns) over a row of n in registers, the last one in part.
+template <class F> INLINE void for_columns(int64_t n, F&& fn) {
+  int64_t d = 0;
+  for (; d + VL <= n; d += VL) fn(d, VL);
+  if (d < n) fn(d, (int)(n - d));
+}
+template <class T> INLINE vf get(const T* p, int n) { return n == VL ? load(p) : load_part(p, n); }
+template <class T> INLINE void put(T* p, vf v, int n) {
+  if (n == VL) store(p, v);
+  else store_part(p, v, n);
+}
+
 template <class T> INLINE vf round_to(vf v) {
   if constexpr (std::is_same_v<T, float>) return v;
   if constexpr (std::is_same_v<T, bf16>) return (vf)(round_bf16(v) & 0xffff0000u);

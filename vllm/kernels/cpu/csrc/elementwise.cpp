@@ -8,18 +8,6 @@ constexpr int64_t GRAIN = 48 << 10;  // elements that are worth a thread: some 1
 
 int64_t grain(int64_t row) { return 1 + GRAIN / (row + 1); }
 
-// fn(column, columns) over a row of n in registers, the last one in part.
-template <class F> INLINE void for_columns(int64_t n, F&& fn) {
-  int64_t d = 0;
-  for (; d + VL <= n; d += VL) fn(d, VL);
-  if (d < n) fn(d, (int)(n - d));
-}
-template <class T> INLINE vf get(const T* p, int n) { return n == VL ? load(p) : load_part(p, n); }
-template <class T> INLINE void put(T* p, vf v, int n) {
-  if (n == VL) store(p, v);
-  else store_part(p, v, n);
-}
-
 struct NormArgs {
   int64_t dtype, weight_dtype, n0, n1, D;
   const void* x;
@@ -60,6 +48,28 @@ template <class T, class W> void rms_norm(const NormArgs& a) {
         vf v = get(row + d, n) * scale;
         if constexpr (std::is_same_v<T, W>) v = round_to<T>(v);
         put(out + d, v * get(weight + d, n), n);
+      });
+    }
+  });
+}
+
+// Strides in elements. `gates`: 1 where one number is the gate of a whole row [H, D], else as many as x has.
+struct SigmoidArgs {
+  int64_t dtype, T, H, D;
+  void* x;
+  int64_t x0, x1;
+  const void* gate;
+  int64_t g0, g1, one_gate, threads;
+};
+template <class T> void sigmoid_gate(const SigmoidArgs& a) {
+  for_range((int)a.threads, a.T * a.H, grain(4 * a.D), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      T* x = (T*)a.x + i / a.H * a.x0 + i % a.H * a.x1;
+      const T* gate = (const T*)a.gate + i / a.H * a.g0 + i % a.H * a.g1;
+      vf one = splat(to_float(gate[0]));
+      for_columns(a.D, [&](int64_t d, int n) {
+        vf g = times_sigmoid(splat(1.0f), a.one_gate ? one : get(gate + d, n));
+        put(x + d, get(x + d, n) * round_to<T>(g), n);
       });
     }
   });
@@ -124,6 +134,11 @@ OPERATOR(vc_silu_and_mul, GatedArgs) {
 }
 OPERATOR(vc_gelu_tanh_and_mul, GatedArgs) {
   gated(*a, [](vf g) { return gelu_tanh(g); });
+  return 0;
+}
+
+OPERATOR(vc_sigmoid_gate, SigmoidArgs) {
+  with_type(a->dtype, [&](auto t) { sigmoid_gate<decltype(t)>(*a); });
   return 0;
 }
 
@@ -199,5 +214,12 @@ OPERATOR(vc_reshape_and_cache, CacheArgs) {
       }
     }
   });
+  return 0;
+}
+
+struct PaddingArgs { int64_t T, row_bytes; char* x; int64_t x0; const int64_t* slots; };
+OPERATOR(vc_zero_padding_rows, PaddingArgs) {
+  for (int64_t t = 0; t < a->T; t++)
+    if (a->slots[t] < 0) std::memset(a->x + t * a->x0, 0, a->row_bytes);
   return 0;
 }

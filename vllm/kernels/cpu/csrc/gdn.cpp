@@ -28,17 +28,6 @@ struct Small {
 
 int64_t round_up(int64_t n) { return (n + VL - 1) / VL * VL; }
 
-template <class F> INLINE void for_columns(int64_t n, F&& fn) {
-  int64_t d = 0;
-  for (; d + VL <= n; d += VL) fn(d, VL);
-  if (d < n) fn(d, (int)(n - d));
-}
-template <class T> INLINE vf get(const T* p, int n) { return n == VL ? load(p) : load_part(p, n); }
-template <class T> INLINE void put(T* p, vf v, int n) {
-  if (n == VL) store(p, v);
-  else store_part(p, v, n);
-}
-
 INLINE float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 INLINE float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 

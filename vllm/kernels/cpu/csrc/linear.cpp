@@ -395,14 +395,26 @@ OPERATOR(vc_quantized_linear, LinearArgs) {
   return 0;
 }
 
-struct EmbeddingArgs { int64_t dtype, T, N, K; const int64_t* ids; const void* w; void* out; int64_t threads; };
+// The rows are those of the ids [first, first + N); `shared`: that of another id is 0, on one of the other ranks it is not.
+struct EmbeddingArgs {
+  int64_t dtype, T, N, K;
+  const int64_t* ids;
+  const void* w;
+  void* out;
+  int64_t threads, first, shared;
+};
 OPERATOR(vc_embedding, EmbeddingArgs) {
-  for (int64_t i = 0; i < a->T; i++)
+  for (int64_t i = 0; i < a->T && !a->shared; i++)
     if (a->ids[i] < 0 || a->ids[i] >= a->N) return 1;
   with_type(a->dtype, [&](auto t) {
     using T = decltype(t);
     for_range((int)a->threads, a->T, 1 + (8 << 10) / a->K, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; i++) unpack_row(a->K, (const T*)a->w, a->ids[i], (T*)a->out + i * a->K);
+      for (int64_t i = begin; i < end; i++) {
+        int64_t row = a->ids[i] - a->first;
+        T* out = (T*)a->out + i * a->K;
+        if (row < 0 || row >= a->N) std::memset(out, 0, a->K * sizeof(T));
+        else unpack_row(a->K, (const T*)a->w, row, out);
+      }
     });
   });
   return 0;

@@ -694,16 +694,25 @@ OPERATOR(vc_pack_quantized, PackArgs) {
   return 0;
 }
 
-struct QuantizedEmbeddingArgs { int64_t dtype, T; const int64_t* ids; const Quantized* w; void* out; int64_t threads; };
+struct QuantizedEmbeddingArgs {  // as EmbeddingArgs
+  int64_t dtype, T, N;
+  const int64_t* ids;
+  const Quantized* w;
+  void* out;
+  int64_t threads, first, shared;
+};
 OPERATOR(vc_quantized_embedding, QuantizedEmbeddingArgs) {
   const Quantized& q = *a->w;
-  for (int64_t i = 0; i < a->T; i++)
-    if (a->ids[i] < 0 || a->ids[i] >= q.N) return 1;
+  for (int64_t i = 0; i < a->T && !a->shared; i++)
+    if (a->ids[i] < 0 || a->ids[i] >= a->N) return 1;
   with_type(a->dtype, [&](auto t) {
     for_range((int)a->threads, a->T, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; i++) with_format(q.format, [&](auto f) {
-        unpack_row<decltype(f)>(q, a->ids[i], (decltype(t)*)a->out + i * q.K);
-      });
+      for (int64_t i = begin; i < end; i++) {
+        int64_t row = a->ids[i] - a->first;
+        auto* out = (decltype(t)*)a->out + i * q.K;
+        if (row < 0 || row >= a->N) std::memset(out, 0, q.K * sizeof(*out));
+        else with_format(q.format, [&](auto f) { unpack_row<decltype(f)>(q, row, out); });
+      }
     });
   });
   return 0;

@@ -9,16 +9,11 @@ from torch import nn
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context, set_current_layer
 from vllm.kernels import ops
+from vllm.kernels.ops import zero_padding_rows
 from vllm.model_executor.layers.step_buffers import buffer_key, step_buffer
 from vllm.model_executor.parameter import WeightSpec
 from vllm.v1.attention.backends.paged import PagedAttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
-
-
-def zero_padding_rows(output: torch.Tensor, num_actual_tokens: int) -> None:
-    """Set the rows of output [T, ...] from ``num_actual_tokens`` on to exactly 0; only those, and in place."""
-    if num_actual_tokens < output.shape[0]:
-        output[num_actual_tokens:].zero_()
 
 
 class Attention(nn.Module):
@@ -109,6 +104,5 @@ class Attention(nn.Module):
             self.k_scale,
             self.v_scale,
         )
-        if not metadata.is_captured:  # where no number of this step may count the operator alone does it
-            zero_padding_rows(output, metadata.num_actual_tokens)
+        zero_padding_rows(output, metadata.slot_mapping)
         return output

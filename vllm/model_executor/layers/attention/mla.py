@@ -18,7 +18,7 @@ from torch import nn
 
 from vllm.forward_context import get_forward_context, set_current_layer
 from vllm.kernels import ops
-from vllm.model_executor.layers.attention.attention import zero_padding_rows
+from vllm.kernels.ops import zero_padding_rows
 from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.model_executor.layers.step_buffers import buffer_key, step_buffer
 from vllm.model_executor.parameter import WeightSpec
@@ -130,16 +130,14 @@ class LatentAttention(nn.Module):
         assert self.kv_cache is not None, f"{self.layer_name}: the KV cache was never bound"
         metadata: MLAMetadata = context.attn_metadata[self.layer_name]
         ops.reshape_and_cache(latents[:, None], None, self.kv_cache[0], None, metadata.slot_mapping, self.k_scale)
-        end = 0
         for part in metadata.parts(self.expand_from):
-            zero_padding_rows(output[: part.first], end)
-            end = part.last
-            q, out = query[part.first : end], output[part.first : end].unflatten(1, (-1, self.v))
+            some = slice(part.first, part.last)
+            q, out = query[some], output[some].unflatten(1, (-1, self.v))
             if part.expanded:
                 self._attend_expanded(part, q, out, expanded.view(-1))
             else:
                 self._attend_absorbed(part, q, out, absorbed[: len(q)], attended[: len(q)])
-        zero_padding_rows(output, end)
+        zero_padding_rows(output, metadata.slot_mapping)
         return output
 
     def _attend_absorbed(

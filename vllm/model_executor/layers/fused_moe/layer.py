@@ -234,13 +234,14 @@ class FusedMoE(nn.Module):
         """``tp_partial`` [T, hidden]: a shared expert's share, partial over TP, that rides in the combine's sum.
         Its pad rows are set to 0."""
         forward_context.set_current_layer(self.layer_name)
-        plan = forward_context.get_forward_context().batch_plan
-        weights, ids = self.router(router_logits, plan.num_tokens_unpadded)
+        slot_mapping = forward_context.get_forward_context().slot_mapping
+        assert slot_mapping is not None, f"{self.layer_name}: the forward context says nothing of pad rows"
+        weights, ids = self.router(router_logits, slot_mapping)
         if self.expert_load is not None:
             slots = torch.where(ids < 0, self.num_experts, ids).flatten().long()
             self.expert_load.scatter_add_(0, slots, torch.ones_like(slots))
         if tp_partial is not None:
-            tp_partial[plan.num_tokens_unpadded :] = 0
+            ops.zero_padding_rows(tp_partial, slot_mapping)
         ep = get_ep_group()
         sent = ep.dispatch(hidden_states, weights, ids)
         return ep.combine(self.experts(sent.hidden_states, sent.topk_weights, sent.topk_ids), sent, tp_partial)

@@ -36,7 +36,8 @@ class Gate(ReplicatedLinear):
 
 
 class Router(nn.Module):
-    """Router logits [T, E] → weights float32 [T, top_k], expert ids int32 [T, top_k]; id -1 and weight 0 in pad rows.
+    """Router logits [T, E] → weights float32 [T, top_k], expert ids int32 [T, top_k]; id -1 and weight 0 in pad rows,
+    whose slot in ``slot_mapping`` [T] is negative.
 
     scoring: "softmax" over all experts, or each one's own "sigmoid". The softmax over the chosen ones alone (gpt-oss)
     is the renormalised one over all.
@@ -92,18 +93,14 @@ class Router(nn.Module):
         self.bias = torch.empty(self.num_experts, dtype=torch.float32)
         self.bias.copy_(loaded)
 
-    def forward(
-        self, router_logits: torch.Tensor, num_tokens_unpadded: int | torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, router_logits: torch.Tensor, slot_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.bias_name is None or self.bias is not None, f"{self.bias_name}: no weight was loaded"
-        args = router_logits, self.top_k, self.renormalize, num_tokens_unpadded
+        args = router_logits, self.top_k, self.renormalize, slot_mapping
         num_groups, topk_groups, group_top = self.groups
         if topk_groups < num_groups:
             sigmoid = self.scoring == "sigmoid"
-            weights, ids = ops.grouped_topk(*args, num_groups, topk_groups, group_top, sigmoid, self.bias)
-        elif self.scoring == "sigmoid":
-            weights, ids = ops.topk_sigmoid(*args, self.bias)
-        else:
-            assert self.bias is None, f"{self.bias_name}: a softmax without groups takes no bias"
-            weights, ids = ops.topk_softmax(*args)
-        return (weights if self.scale == 1.0 else weights.mul_(self.scale)), ids
+            return ops.grouped_topk(*args, num_groups, topk_groups, group_top, sigmoid, self.bias, self.scale)
+        if self.scoring == "sigmoid":
+            return ops.topk_sigmoid(*args, self.bias, self.scale)
+        assert self.bias is None, f"{self.bias_name}: a softmax without groups takes no bias"
+        return ops.topk_softmax(*args, self.scale)

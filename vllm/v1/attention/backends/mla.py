@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -43,7 +43,8 @@ class MLAMetadata(CommonAttentionMetadata):
 
     def parts(self, expand_from: int) -> list[Part]:
         """In the order of rows: each request of ``expand_from`` rows or more by itself, the others with their
-        neighbours. Made for the first layer that asks."""
+        neighbours. Where there is none of so many rows, as in a decode, all rows are one part, those of padding too:
+        it depends on nothing but the step's sizes. Made for the first layer that asks."""
         if expand_from not in self._parts:
             self._parts[expand_from] = self._cut(expand_from)
         return self._parts[expand_from]
@@ -54,6 +55,8 @@ class MLAMetadata(CommonAttentionMetadata):
             return [Part(0, self.num_padded_tokens, *common, expanded=False)]
         starts, lengths = self.query_start_loc_cpu.tolist(), self.seq_lens_cpu.tolist()
         rows = [end - start for start, end in itertools.pairwise(starts)]
+        if max(rows, default=0) < expand_from:
+            return [replace(self._part(0, len(rows), False), last=self.num_padded_tokens)]
         parts, first = [], 0
         while first < len(rows):
             last = first + 1
