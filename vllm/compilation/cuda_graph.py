@@ -66,15 +66,22 @@ class ModelInputs:
 class CapturedStep:
     """One size's step, to be replayed on what its inputs hold then.
 
-    ``inputs``: name → address, shape and strides. ``outside``: what is called between its pieces.
+    ``inputs``: name → address, shape and strides. ``program``: what is called, one after the other. ``outside``: the
+    operators that are called between its pieces. ``kept``: must live as long as the step.
     """
 
     def __init__(
-        self, size: int, calls: Sequence[Call], kept: Any, hidden_states: torch.Tensor, inputs: dict[str, Any]
+        self,
+        size: int,
+        program: Iterable[Callable[[], object]],
+        outside: Iterable[str],
+        hidden_states: torch.Tensor,
+        inputs: dict[str, Any],
+        kept: Any,
     ) -> None:
         self.size, self.hidden_states, self.inputs, self._kept = size, hidden_states, inputs, kept
-        self.calls = calls
-        self._program = list(_program(calls))
+        self.outside = sorted(set(outside))
+        self._program = list(program)
 
     def replay(self, inputs: dict[str, Any]) -> torch.Tensor:
         """Hidden states [size, hidden], to be read before the next replay of any size."""
@@ -222,13 +229,12 @@ class StepGraphs:
             return
         one = self.steps[min(self.steps)]
         self.is_whole = one.num_pieces == 1
-        outside = sorted({call.operator for call in one.calls if call.kernel is None and call.replay is not None})
         logger.info(
             "captured steps of %s rows in %.1f s, %.1f MiB%s",
             " ".join(map(str, sorted(self.steps))),
             time.monotonic() - began,
             self.pool.nbytes / 2**20,
-            f"; {one.num_pieces} pieces, between them {', '.join(outside)}" if outside else "",
+            f"; {one.num_pieces} pieces, between them {', '.join(one.outside)}" if one.outside else "",
         )
 
     def sizes(self) -> list[int]:
@@ -247,10 +253,11 @@ class StepGraphs:
 
     def _capture(self, size: int) -> CapturedStep:
         first, second, third = self._trials(size)
-        one, _, _, _ = self._record(size, first)
+        one = self._record(size, first)[0]
         two, kept, hidden_states, places = self._record(size, second)
         compare(one, two, size)
-        step = CapturedStep(size, two, kept, hidden_states, places)
+        outside = (call.operator for call in two if call.kernel is None and call.replay is not None)
+        step = CapturedStep(size, _program(two), outside, hidden_states, places, kept)
         self._check(step, third)
         return step
 

@@ -8,6 +8,8 @@ ranks can share one. With ``ordered_sums`` every sum is taken in rank order, in
 fp32 for 16-bit floats, so a row's result does not depend on where in the batch it stands; otherwise order and
 intermediate precision are the backend's.
 
+A captured step is cut where one of them is: they are called in its replays (``outside``).
+
 Shape suffixes: W ranks of the group, N own rows, R rows of all ranks, M largest own rows, B bytes of a row.
 """
 
@@ -22,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from vllm.compilation.recording import outside
 from vllm.distributed.observer import UNIFORM, VARIABLE, mark_queued, record_collective, wait_for
 from vllm.v1.transfers import is_host
 
@@ -174,6 +177,7 @@ class DeviceCommunicatorBase:
 
     # -- collectives
 
+    @outside
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         """Sum over the group, same shape and dtype; a new tensor (the input itself in a group of one)."""
         if self.world_size == 1 or input_.numel() == 0:
@@ -195,10 +199,12 @@ class DeviceCommunicatorBase:
             summed = self._gather_bytes(_rows_as_bytes(own), sizes, extra == 0)
             return summed.view(-1).view(flat.dtype).view(input_.shape)
 
+    @outside
     def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Equal shapes on all ranks, concatenated along ``dim`` in rank order."""
         return self._gather("all_gather", [input_], dim, None)[0]
 
+    @outside
     def all_gatherv(
         self, input_: torch.Tensor | Sequence[torch.Tensor], dim: int = 0, sizes: Sequence[int] | None = None
     ) -> torch.Tensor | list[torch.Tensor]:
@@ -235,10 +241,12 @@ class DeviceCommunicatorBase:
             for part, x in zip(out_RB.split(widths, dim=1), rows_first, strict=True)
         ]
 
+    @outside
     def reduce_scatter(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Sum over the group; rank r keeps the r-th of W equal parts along ``dim``."""
         return self._reduce_scatter("reduce_scatter", input_, dim, None)
 
+    @outside
     def reduce_scatterv(self, input_: torch.Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> torch.Tensor:
         """Sum over the group; rank r keeps its ``sizes[r]`` rows along ``dim`` (equal parts without ``sizes``).
 
@@ -269,6 +277,7 @@ class DeviceCommunicatorBase:
             self._run(_reduce_scatter_single, output, x_R)
             return output[:own].movedim(0, dim)
 
+    @outside
     def broadcast(self, input_: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Overwrite ``input_`` on every rank with that of group rank ``src``; returns it."""
         if self.world_size == 1 or input_.numel() == 0:
@@ -285,6 +294,7 @@ class DeviceCommunicatorBase:
         with torch.inference_mode(False):  # written in and out of it
             return torch.zeros(1, device=self.device)
 
+    @outside
     def queue_barrier(self) -> None:
         """What this rank queues on its device after this begins once all ranks' devices have come this far.
 
@@ -295,6 +305,7 @@ class DeviceCommunicatorBase:
             with self._recorded("barrier", ()):
                 self._run(dist.all_reduce, self._nothing)
 
+    @outside
     def barrier(self) -> None:
         """Wait until every rank of the group is here, device work included where the backend runs on the device."""
         if self.world_size == 1:

@@ -50,9 +50,6 @@ class MLAMetadata(CommonAttentionMetadata):
         return self._parts[expand_from]
 
     def _cut(self, expand_from: int) -> list[Part]:
-        if self.is_captured:  # one token a request: all are served together, those of padding too
-            common = self.query_start_loc, self.query_start_loc_cpu, self.seq_lens, self.seq_lens_cpu, self.block_table
-            return [Part(0, self.num_padded_tokens, *common, expanded=False)]
         starts, lengths = self.query_start_loc_cpu.tolist(), self.seq_lens_cpu.tolist()
         rows = [end - start for start, end in itertools.pairwise(starts)]
         if max(rows, default=0) < expand_from:
