@@ -24,7 +24,15 @@ import numpy as np
 import torch
 
 from vllm import forward_context
-from vllm.compilation.recording import Call, CaptureError, MemoryPool, Recorder, memory_is_filled, without_garbage
+from vllm.compilation.recording import (
+    Call,
+    CaptureError,
+    MemoryPool,
+    NotCapturable,
+    Recorder,
+    memory_is_filled,
+    without_garbage,
+)
 from vllm.config import CUDAGraphMode
 from vllm.kernels.cpu import records
 from vllm.logger import init_logger
@@ -218,7 +226,7 @@ class StepGraphs:
         for size in reversed(sizes):
             try:
                 self.steps[size] = self._capture(size)
-            except NotImplementedError as obstacle:
+            except NotCapturable as obstacle:
                 logger.warning("steps are not captured: %s", obstacle)
                 break
             except (MemoryError, torch.OutOfMemoryError) as error:
@@ -307,7 +315,9 @@ class StepGraphs:
             if requests and not self.decode_only and seed != 1:
                 extra = min(size - requests - seed, limit - 1)
                 scheduled[rng.integers(requests)] += max(extra, 0)
-            lengths = np.minimum(scheduled + rng.integers(seed, limit, requests), limit)
+            longest = max(limit // (1, 3, 2)[seed], 1)
+            lengths = np.maximum(rng.integers(0, longest, requests, endpoint=True), scheduled)
+            lengths[:1] = max(longest, int(scheduled.max(initial=0)))
             trials.append(Trial(scheduled, np.maximum(lengths, scheduled), seed))
         return trials[0], trials[1], trials[2]
 

@@ -28,9 +28,9 @@ _FILL = "fill_uninitialized_memory"
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _aten = torch.ops.aten
-# What only makes memory; what brings a value of the host's into a tensor; what brings a tensor's value to the host.
+# What only makes memory; what makes no call necessary; what brings a tensor's value to the host.
 _EMPTY = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
-_FROM_HOST = {_aten.lift_fresh, _aten.lift_fresh_copy}
+_NOTHING = {_aten.lift_fresh, _aten.detach_}  # of a tensor made from the host's values, whose address tells on it
 _TO_HOST = {
     _aten._local_scalar_dense,
     _aten.item,
@@ -45,7 +45,11 @@ _TO_HOST = {
 
 
 class CaptureError(RuntimeError):
-    """A step cannot be captured, or a capture would go stale."""
+    """A captured step would go stale."""
+
+
+class NotCapturable(RuntimeError):
+    """A step asks the host in its middle, so that it cannot be captured."""
 
 
 class MemoryPool:
@@ -199,16 +203,18 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.is_paused:
             return func(*args, **kwargs)
-        if _is_view(func):  # shows where the view is used
-            return func(*args, **kwargs)
         packet = func.overloadpacket
-        if packet in _TO_HOST:
-            raise CaptureError(f"{func} brings a value of the step to the host (in {self._layer() or 'the model'})")
+        if packet in _NOTHING:
+            return func(*args, **kwargs)
+        if packet in _TO_HOST or (
+            packet is _aten.index and any(x is not None and x.dtype is torch.bool for x in args[1])
+        ):
+            raise NotCapturable(f"{func} brings a value of the step to the host (in {self._layer() or 'the model'})")
         result = func(*args, **kwargs)
+        if _may_be_view(func) and _storage(result) == _storage(args[0]):  # it shows where it is used
+            return result
         if packet in _EMPTY:
             return self._pooled(result, copy=False)
-        if packet in _FROM_HOST:
-            return self._constant(func, result)
         mine = self._results(result, (args, kwargs))
         given = _described((str(func), args, kwargs))
         if func._schema.is_mutable:
@@ -271,12 +277,6 @@ class Recorder(TorchDispatchMode):
         # As torch fills what it makes where that is asked for, NaN included.
         return pooled.copy_(tensor) if copy or memory_is_filled() else pooled
 
-    def _constant(self, func: Any, value: torch.Tensor) -> torch.Tensor:
-        given = (str(func), tuple(value.shape), value.dtype, value.reshape(-1).tolist())
-        pooled = self._pooled(value)
-        self._add(str(func), given, functools.partial(self.pool.alias(pooled).copy_, value.clone()))
-        return pooled
-
     def _frozen(self, values: Any) -> Any:
         return tree_map(lambda x: self.pool.alias(x) if isinstance(x, torch.Tensor) else x, values)
 
@@ -287,9 +287,14 @@ def memory_is_filled() -> bool:
 
 
 @functools.cache
-def _is_view(func: Any) -> bool:
+def _may_be_view(func: Any) -> bool:
+    """Some operations of which torch says so make a copy at times: ``contiguous``, ``reshape``, ``to``."""
     returns = func._schema.returns
-    return bool(returns) and all(x.alias_info is not None and not x.alias_info.is_write for x in returns)
+    return len(returns) == 1 and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+
+
+def _storage(x: Any) -> int:
+    return x.untyped_storage().data_ptr() if isinstance(x, torch.Tensor) else 0
 
 
 class _Library:

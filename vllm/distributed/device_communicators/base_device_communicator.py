@@ -8,7 +8,7 @@ ranks can share one. With ``ordered_sums`` every sum is taken in rank order, in
 fp32 for 16-bit floats, so a row's result does not depend on where in the batch it stands; otherwise order and
 intermediate precision are the backend's.
 
-A captured step is cut where one of them is: they are called in its replays (``outside``).
+A captured step is cut where one of them is: they are called in its replays (``_collective``).
 
 Shape suffixes: W ranks of the group, N own rows, R rows of all ranks, M largest own rows, B bytes of a row.
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from vllm.compilation.recording import outside
 from vllm.distributed.observer import UNIFORM, VARIABLE, mark_queued, record_collective, wait_for
 from vllm.v1.transfers import is_host
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 # The into-tensor collectives carry new names from torch 2.13 on; the old ones warn there.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -48,6 +49,17 @@ def _bytes_as_rows(x_RB: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     # A fresh buffer starts at an address that suits every dtype; a column slice of a wider one need not.
     flat = x_RB.clone(memory_format=torch.contiguous_format) if x_RB.storage_offset() else x_RB.contiguous()
     return flat.view(-1).view(like.dtype).view(x_RB.shape[0], *like.shape[1:])
+
+
+def _collective(method: _F) -> _F:
+    """Marks the methods that cut a captured step in two, unless the group has one rank."""
+    between = outside(method)
+
+    @functools.wraps(method)
+    def call(self: DeviceCommunicatorBase, *args: Any, **kwargs: Any) -> Any:
+        return (method if self.world_size == 1 else between)(self, *args, **kwargs)
+
+    return cast(_F, call)
 
 
 class DeviceCommunicatorBase:
@@ -177,7 +189,7 @@ class DeviceCommunicatorBase:
 
     # -- collectives
 
-    @outside
+    @_collective
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         """Sum over the group, same shape and dtype; a new tensor (the input itself in a group of one)."""
         if self.world_size == 1 or input_.numel() == 0:
@@ -199,12 +211,12 @@ class DeviceCommunicatorBase:
             summed = self._gather_bytes(_rows_as_bytes(own), sizes, extra == 0)
             return summed.view(-1).view(flat.dtype).view(input_.shape)
 
-    @outside
+    @_collective
     def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Equal shapes on all ranks, concatenated along ``dim`` in rank order."""
         return self._gather("all_gather", [input_], dim, None)[0]
 
-    @outside
+    @_collective
     def all_gatherv(
         self, input_: torch.Tensor | Sequence[torch.Tensor], dim: int = 0, sizes: Sequence[int] | None = None
     ) -> torch.Tensor | list[torch.Tensor]:
@@ -241,12 +253,12 @@ class DeviceCommunicatorBase:
             for part, x in zip(out_RB.split(widths, dim=1), rows_first, strict=True)
         ]
 
-    @outside
+    @_collective
     def reduce_scatter(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Sum over the group; rank r keeps the r-th of W equal parts along ``dim``."""
         return self._reduce_scatter("reduce_scatter", input_, dim, None)
 
-    @outside
+    @_collective
     def reduce_scatterv(self, input_: torch.Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> torch.Tensor:
         """Sum over the group; rank r keeps its ``sizes[r]`` rows along ``dim`` (equal parts without ``sizes``).
 
@@ -277,7 +289,7 @@ class DeviceCommunicatorBase:
             self._run(_reduce_scatter_single, output, x_R)
             return output[:own].movedim(0, dim)
 
-    @outside
+    @_collective
     def broadcast(self, input_: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Overwrite ``input_`` on every rank with that of group rank ``src``; returns it."""
         if self.world_size == 1 or input_.numel() == 0:
@@ -294,7 +306,7 @@ class DeviceCommunicatorBase:
         with torch.inference_mode(False):  # written in and out of it
             return torch.zeros(1, device=self.device)
 
-    @outside
+    @_collective
     def queue_barrier(self) -> None:
         """What this rank queues on its device after this begins once all ranks' devices have come this far.
 
@@ -305,7 +317,7 @@ class DeviceCommunicatorBase:
             with self._recorded("barrier", ()):
                 self._run(dist.all_reduce, self._nothing)
 
-    @outside
+    @_collective
     def barrier(self) -> None:
         """Wait until every rank of the group is here, device work included where the backend runs on the device."""
         if self.world_size == 1:

@@ -14,11 +14,13 @@ if TYPE_CHECKING:
 @dataclass
 class StepCounts:
     """A rank's steps since its start. ``steps``: those in which the model ran, ``dummy_steps``: of these the ones on
-    padding alone; ``real_rows`` and ``padded_rows`` add up to all rows that ran; ``wait_seconds``: in the agreement of
-    every step, which is where a rank waits for peers that come later."""
+    padding alone, ``replayed``: those that were captured before; ``real_rows`` and ``padded_rows`` add up to all rows
+    that ran; ``wait_seconds``: in the agreement of every step, which is where a rank waits for peers that come later.
+    """
 
     steps: int = 0
     dummy_steps: int = 0
+    replayed: int = 0
     real_rows: int = 0
     padded_rows: int = 0
     wait_seconds: float = 0.0
@@ -28,6 +30,7 @@ class StepCounts:
         if plan.num_tokens_padded:
             self.steps += 1
             self.dummy_steps += plan.is_dummy
+            self.replayed += plan.cudagraph_mode > 0
             self.real_rows += plan.num_tokens_unpadded
             self.padded_rows += plan.num_tokens_padded - plan.num_tokens_unpadded
 

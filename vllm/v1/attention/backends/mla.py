@@ -70,10 +70,10 @@ class MLAMetadata(CommonAttentionMetadata):
     def _part(self, first: int, last: int, expanded: bool) -> Part:
         starts, starts_cpu = (x[first : last + 1] for x in (self.query_start_loc, self.query_start_loc_cpu))
         lens, lens_cpu, table = (x[first:last] for x in (self.seq_lens, self.seq_lens_cpu, self.block_table))
-        begin, end = int(starts_cpu[0]), int(starts_cpu[-1])
+        begin, *_, end = starts_cpu.tolist()
         blocks = own_table = None
         if expanded:
-            blocks = table[0, : cdiv(int(lens_cpu[0]), self.block_size)]
+            blocks = table[0, : cdiv(lens_cpu.tolist()[0], self.block_size)]
             own_table = torch.arange(len(blocks), dtype=torch.int32, device=table.device)[None]
         if begin:
             starts, starts_cpu = starts - begin, starts_cpu - begin

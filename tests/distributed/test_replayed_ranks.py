@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captured steps over ranks: all of them replay the same size in the same step or none does, and the tokens are right.
+
+Right tokens are transformers'. Memory is poisoned, ranks are ragged, idle or late.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import launcher
+import pytest
+import rank_checks
+import tiny_hybrids as hybrids
+import tiny_models as tiny
+import torch
+from test_step import make_llm
+
+from vllm.kernels.cpu.ops import kernels_available
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(not kernels_available(), reason="the C++ kernels cannot be built here"),
+]
+
+SIZES = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4]}}
+
+
+def runner_of(llm: Any) -> Any:
+    return llm.llm_engine.worker.runner
+
+
+def own_prompts(dp: int, tp: int) -> list[tuple[tuple[int, ...], int]]:
+    """(prompt, tokens) of this DP rank: the last one has nothing, the others some each, of unlike lengths."""
+    rank = rank_checks.own_rank() // tp
+    return [] if rank == dp - 1 else [(tiny.prompt(5 + 3 * i + rank, rank), 30) for i in range(1 + 2 * rank)]
+
+
+def generated(folder: str, tp: int, dp: int, delay_s: float) -> dict[str, Any]:
+    llm = make_llm(folder, tp, dp, **SIZES)
+    runner, work = runner_of(llm), own_prompts(dp, tp)
+    replay, sizes = runner.graphs.replay, []
+
+    def noted(inputs: Any) -> torch.Tensor:
+        sizes.append((runner.step, inputs.input_ids.shape[0]))
+        for buffer in runner.step_buffers._buffers.values():
+            buffer.fill_(torch.nan)
+        return replay(inputs)
+
+    runner.graphs.replay = noted
+    with rank_checks.observed(delay_s) as ledger:
+        tokens = tiny.tokens(tiny.generate(llm, [prompt for prompt, _ in work], 30))
+    llm.llm_engine.scheduler.check_integrity()
+    world = [r.op for r in ledger.records if r.group.startswith("ep")]
+    llm.shutdown()
+    return {"tokens": tokens, "sizes": sizes, "collectives": world, "prompts": [prompt for prompt, _ in work]}
+
+
+@pytest.mark.parametrize(("name", "tp", "dp"), [("mixtral", 1, 4), ("qwen3-moe", 2, 2), ("qwen3.5-moe", 2, 2)])
+def test_ragged_idle_and_late_ranks(name: str, tp: int, dp: int) -> None:
+    model = hybrids if name in hybrids.NAMES else tiny
+    results = launcher.run_ranks(generated, tp * dp, model.checkpoint(name), tp, dp, 0.002, poison=True)
+    first = results[0]
+    assert len(first["sizes"]) > 25, "hardly a step was replayed"
+    for result in results:
+        assert result["sizes"] == first["sizes"], "ranks replay different sizes, or in different steps"
+        assert result["collectives"] == first["collectives"]
+        assert result["tokens"] == [model.greedy(name, prompt, 30) for prompt in result["prompts"]]
+
+
+def one_runs_eagerly(folder: str) -> tuple[list[int], list[tuple[int, ...]]]:
+    """Rank 1 gets a prompt too long for a captured step while rank 0 decodes: that step is eager on both."""
+    llm = make_llm(folder, 1, 2, **SIZES)
+    rank, modes = rank_checks.own_rank(), []
+    runner = runner_of(llm)
+    record = runner.counts.record
+    runner.counts.record = lambda plan, waited: (modes.append(plan.cudagraph_mode), record(plan, waited))
+    engine = llm.llm_engine
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+    if rank == 0:
+        engine.add_request("0", {"prompt_token_ids": list(tiny.prompt(3))}, params)
+    found: dict[str, tuple[int, ...]] = {}
+    for step in range(30):
+        if step == 6 and rank == 1:
+            engine.add_request("1", {"prompt_token_ids": list(tiny.prompt(50))}, params)
+        for output in engine.step():
+            found[output.request_id] = tuple(output.outputs[0].token_ids)
+    llm.shutdown()
+    return modes, list(found.values())
+
+
+def test_one_rank_that_runs_eagerly_makes_all() -> None:
+    folder = tiny.checkpoint("mixtral")
+    (modes_0, tokens_0), (modes_1, tokens_1) = launcher.run_ranks(one_runs_eagerly, 2, folder, poison=True)
+    assert modes_0 == modes_1
+    assert modes_0[1:6] == [1] * 5
+    assert modes_0[6] == 0
+    assert modes_0[7:12] == [1] * 5
+    assert tokens_0 == [tiny.greedy("mixtral", tiny.prompt(3), 12)]
+    assert tokens_1 == [tiny.greedy("mixtral", tiny.prompt(50), 12)]
+
+
+def slept(folder: str) -> tuple[list[int], list[tuple[int, ...]]]:
+    """After the caches were given back and made anew, steps are captured anew, by all ranks in one step."""
+    llm = make_llm(folder, 1, 2, **SIZES)
+    counts, found = [], []
+    runner = runner_of(llm)
+    for round_ in range(3):
+        before = runner.counts.replayed
+        found += tiny.tokens(tiny.generate(llm, [tiny.prompt(4)], 10))
+        counts.append(runner.counts.replayed - before)
+        if round_ == 0:
+            llm.sleep()
+            assert not runner.graphs.steps
+            llm.wake_up()
+    llm.shutdown()
+    return counts, found
+
+
+def test_captured_anew_after_sleep() -> None:
+    folder = tiny.checkpoint("mixtral")
+    for counts, found in launcher.run_ranks(slept, 2, folder, poison=True):
+        assert counts == [10, 9, 10]
+        assert found == [tiny.greedy("mixtral", tiny.prompt(4), 10)] * 3
