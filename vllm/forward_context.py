@@ -8,6 +8,7 @@ latter in passing, and a failing collective quotes both.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -44,12 +45,13 @@ class DPMetadata:
     @staticmethod
     def make(num_tokens_across_dp: Sequence[int] | torch.Tensor, dp_rank: int, num_tokens_padded: int) -> DPMetadata:
         """The agreed counts; this rank's own entry must be the rows that it really runs (``num_tokens_padded``)."""
-        counts = torch.as_tensor(num_tokens_across_dp, dtype=torch.int32, device="cpu")
-        own = int(counts[dp_rank])
-        assert own == num_tokens_padded, (
-            f"DP rank {dp_rank} agreed on {own} rows (all ranks: {counts.tolist()}) but runs {num_tokens_padded}"
+        across = num_tokens_across_dp
+        counts = tuple(across.tolist() if isinstance(across, torch.Tensor) else across)
+        assert counts[dp_rank] == num_tokens_padded, (
+            f"DP rank {dp_rank} agreed on {counts[dp_rank]} rows (all ranks: {list(counts)}) but runs "
+            f"{num_tokens_padded}"
         )
-        return DPMetadata(counts, dp_rank)
+        return _metadata_of(counts, dp_rank)
 
     @property
     def num_tokens_across_dp(self) -> tuple[int, ...]:
@@ -61,6 +63,11 @@ class DPMetadata:
         Entry ``dp_rank * sp_size + tp_rank`` is ``ceil(rows / sp_size)``: [26, 30] over 2 gives (13, 13, 15, 15).
         """
         return sp_local_sizes(self.num_tokens_across_dp, sp_size)
+
+
+@functools.lru_cache(maxsize=256)
+def _metadata_of(counts: tuple[int, ...], dp_rank: int) -> DPMetadata:
+    return DPMetadata(torch.tensor(counts, dtype=torch.int32, device="cpu"), dp_rank)
 
 
 def sp_local_sizes(num_tokens_across_dp: Sequence[int], sp_size: int) -> tuple[int, ...]:

@@ -229,6 +229,11 @@ def attention(head_dim: int, block_size: int, window: int = 0, only_decodes: boo
     return case
 
 
+def padding_rows(p: Place) -> Args:
+    s = p.sizes
+    return p.padded(p.randn(s.rows, s.hidden)), slots(s.rows - s.pads, s.rows, p.device)
+
+
 def router_logits(p: Place) -> Args:
     """No two are close, so that there is one right order."""
     s = p.sizes
@@ -354,6 +359,7 @@ CASES: dict[str, tuple[str, Callable[[Place], Args]]] = {
     "attention mixed, head 256, pages of 64": ("paged_attention", attention(256, 64)),
     "attention decode, head 128": ("paged_attention", attention(128, 16, only_decodes=True)),
     "attention window 100": ("paged_attention", attention(128, 16, window=100)),
+    "zero_padding_rows": ("zero_padding_rows", padding_rows),
     "topk_softmax": ("topk_softmax", router_logits),
     "experts 26 of 30 rows": ("fused_experts", experts(lambda s: 30)),
     "experts one row": ("fused_experts", experts(lambda s: 2)),

@@ -113,7 +113,9 @@ def of_real_rows(honest: Callable[..., None]) -> Callable[..., None]:
 
 
 def attend_real_rows_only() -> None:
-    """From here on attention leaves rows of no request as they were."""
+    """From here on attention leaves rows of no request as they were, the layer's part too."""
     from vllm.kernels import ops
+    from vllm.model_executor.layers.attention import attention
 
+    attention.zero_padding_rows = lambda output, slot_mapping: None
     ops.paged_attention = of_real_rows(ops.paged_attention)

@@ -988,6 +988,29 @@ def test_a_changed_source_gets_another_name(monkeypatch, tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# The likeliest token
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_row_max_is_the_first_of_the_largest(dtype, threads):
+    for V in (1, 5, 64, 8192, 8193, 50001):
+        logits = wide_rows(7, V, dtype)
+        logits[1] = logits[1, 0]
+        logits[2, V // 2 :] = 90.0
+        logits[3] = -torch.inf
+        logits[4, [0, -1]] = torch.inf
+        logits[5, V // 3] = NAN
+        values, ids = ops.row_max(logits)
+        clean = [0, 1, 2, 3, 4, 6]
+        top = logits.double().amax(1)
+        assert torch.equal(values[clean].double(), top[clean])
+        assert torch.equal(ids[clean], (logits.double() == top[:, None]).int().argmax(1)[clean])
+        assert values[5].isnan()
+        assert 0 <= ids[5] < V
+    assert [x.shape for x in ops.row_max(torch.empty(0, 9))] == [(0,), (0,)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Lists of operators
 
 
@@ -995,7 +1018,7 @@ def test_a_list_of_operators_runs_in_order_up_to_the_first_that_refuses():
     library, table, ids = ops._kernels(), ops.pack_linear_weight(torch.randn(10, 40)), torch.tensor([7, 0, 9])
     weight, rows, out = torch.randn(40), torch.empty(3, 40), torch.full((3, 20), NAN)
     records = {
-        "vc_embedding": ops._i8(0, 3, 10, 40, ids.data_ptr(), table.address, rows.data_ptr(), 1),
+        "vc_embedding": ops._i10(0, 3, 10, 40, ids.data_ptr(), table.address, rows.data_ptr(), 1, 0, 0),
         "vc_rms_norm": ops._i15_f(
             0, 0, 3, 1, 40, rows.data_ptr(), 40, 0, 0, 0, weight.data_ptr(), rows.data_ptr(), 40, 0, 1, 1e-6
         ),

@@ -15,8 +15,7 @@ from vllm.entrypoints.cli import collect_env
 from vllm.kernels import checks, cpu, ops, packages, reference, table, triton
 
 QUANTIZED = ("quantized_linear", "quantized_experts", "quantized_embedding")
-SAMPLING = ("row_max", "apply_penalties", "sample", "log_probabilities")
-ONLY_TORCH = SAMPLING  # on the CPU
+SAMPLING = ("apply_penalties", "sample", "log_probabilities")  # on the CPU by plain torch
 
 
 @pytest.fixture
@@ -68,7 +67,7 @@ def test_every_operator_has_contract_twin_and_row() -> None:
 
 
 def test_choices_without_any_variable(chosen: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    own = dict.fromkeys(ONLY_TORCH, "reference")
+    own = dict.fromkeys(SAMPLING, "reference")
     assert chosen("cpu") == {operator: own.get(operator, "cpu") for operator in table.TABLE}
     assert set(chosen("meta").values()) == {"reference"}
     monkeypatch.setattr(table, "kernel_package", packages_with())
@@ -80,11 +79,11 @@ def test_choices_without_any_variable(chosen: Callable[..., dict[str, str]], mon
 def test_names_of_the_environment(chosen: Callable[..., dict[str, str]]) -> None:
     assert set(chosen(VLLM_KERNELS="reference").values()) == {"reference"}
     one = chosen(VLLM_KERNELS="rms_norm = reference, silu_and_mul=reference")
-    assert {name for name, used in one.items() if used == "reference"} == {"rms_norm", "silu_and_mul", *ONLY_TORCH}
+    assert {name for name, used in one.items() if used == "reference"} == {"rms_norm", "silu_and_mul", *SAMPLING}
     both = chosen(VLLM_KERNELS="reference,paged_attention=cpu")
     assert {name for name, used in both.items() if used == "cpu"} == {"paged_attention"}
     backend = chosen(VLLM_ATTENTION_BACKEND="TORCH_PAGED")
-    assert {name for name, used in backend.items() if used == "reference"} == {*table.ATTENTION, *ONLY_TORCH}
+    assert {name for name, used in backend.items() if used == "reference"} == {*table.ATTENTION, *SAMPLING}
 
 
 @pytest.mark.parametrize(
@@ -97,7 +96,7 @@ def test_names_of_the_environment(chosen: Callable[..., dict[str, str]]) -> None
         ),
         ("VLLM_KERNELS", "rmsnorm=cpu", r"there is no operator 'rmsnorm'; the nearest is 'rms_norm'; known: linear"),
         ("VLLM_KERNELS", "xpu", r"xpu was asked for, but vllm-xpu-kernels run on XPUs, not on cpu"),
-        ("VLLM_KERNELS", "row_max=cpu", r"row_max=cpu was asked for, but cpu has no row_max"),
+        ("VLLM_KERNELS", "sample=cpu", r"sample=cpu was asked for, but cpu has no sample"),
         ("VLLM_ATTENTION_BACKEND", "FLASHINFER", r"'FLASHINFER' is unknown; known: CPU_ATTN, FLASH_ATTN, TORCH_PAGED"),
     ],
 )
@@ -154,7 +153,7 @@ def test_the_report_lists_the_choices(chosen: Callable[..., dict[str, str]]) -> 
     chosen()
     kernels = collect_env.collect()["kernels"]
     assert kernels["rms_norm"] == "cpu (first choice)"
-    assert kernels["row_max"] == "reference (the only one)"
+    assert kernels["sample"] == "reference (the only one)"
 
 
 def test_packages_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ TABLE = {
     "grouped_topk":       ("cpu", "triton",     "xpu triton"),
     "fused_experts":      ("cpu", "triton",     "xpu triton"),
     "gated_delta_net":    ("cpu", "fla triton", "xpu fla triton"),
-    "row_max":            ("",    "triton",     "triton"),
+    "row_max":            ("cpu", "triton",     "triton"),
     "apply_penalties":    ("",    "triton",     "triton"),
     "sample":             ("",    "triton",     "triton"),
     "log_probabilities":  ("",    "triton",     "triton"),

@@ -56,6 +56,7 @@ def main() -> None:
         (activation, "_gated_kernel"),
         (rotary, "_rotary_kernel"),
         (cache, "_write_kernel"),
+        (cache, "_zero_kernel"),
         (embedding, "_embedding_kernel"),
         (routing, "_topk_kernel"),
         (sampling, "_row_max_kernel"),

@@ -12,7 +12,7 @@ from drawn import given, st
 pytest.importorskip("triton")
 from row_cases import DTYPES, NAN, few, randn, wide_rows
 
-from vllm.kernels.triton import reshape_and_cache
+from vllm.kernels.triton import reshape_and_cache, zero_padding_rows
 
 
 def check(
@@ -57,6 +57,22 @@ def test_caches_of_any_strides():
     assert torch.equal(memory[2, :, :, 1], torch.stack((k[0], v[0])))
     assert torch.equal(memory[0, :, :, 0], torch.stack((k[2], v[2])))
     assert (~memory.isnan()).sum() == 2 * 2 * 16
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pad_rows_become_zero_and_no_other_is_touched(dtype):
+    at = torch.tensor([5, -1, 0, -1])
+    for shape in ((4, 7), (4, 3, 5), (4, 1100)):
+        whole = torch.full((4, 2, *shape[1:]), 3.0, dtype=dtype)
+        x = whole[:, 1]
+        x[at < 0] = NAN
+        zero_padding_rows(x, at)
+        assert x[at < 0].eq(0).all()
+        assert x[at >= 0].eq(3).all()
+        assert whole[:, 0].eq(3).all()
+    zero_padding_rows(torch.empty(0, 8, dtype=dtype), at[:0])
+    with pytest.raises(AssertionError, match="needed contiguous ones"):
+        zero_padding_rows(torch.zeros(4, 3, 2, dtype=dtype).mT, at)
 
 
 def test_misuse_is_named():

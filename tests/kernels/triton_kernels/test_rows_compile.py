@@ -18,5 +18,5 @@ def test_compiles_for_a_card_without_one(tmp_path: Path) -> None:
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     built = [line.split() for line in done.stdout.splitlines()]
-    assert len(built) == 16, done.stdout
+    assert len(built) == 17, done.stdout
     assert all(int(code) > 0 and spills == "0" for _, _, code, spills in built), done.stdout

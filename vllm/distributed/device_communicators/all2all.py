@@ -132,7 +132,7 @@ class AgRsAll2AllManager:
         """Sum the ranks' partial outputs and return this DP rank's rows.
 
         Args:
-            expert_output: ``[R, H]``, this rank's experts' share; exactly 0 in padding rows.
+            expert_output: ``[R, H]``, this rank's experts' share; exactly 0 in padding rows. Takes in ``tp_partial``.
             dispatched: the record of the dispatch.
             tp_partial: ``[N, H]``, a term that is itself partial over the TP ranks (a shared expert cut over TP); it
                 rides in the same sum and costs no collective.
@@ -145,8 +145,7 @@ class AgRsAll2AllManager:
         )
         route = dispatched.route
         if tp_partial is not None:
-            expert_output = expert_output.clone()
-            expert_output[route.first_row : route.first_row + route.num_tokens_padded] += tp_partial
+            expert_output[route.first_row : route.first_row + route.num_tokens_padded].add_(tp_partial)
         if route.sizes is None:
             return self.tp.all_reduce(expert_output)
         if self.barrier:

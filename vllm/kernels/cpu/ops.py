@@ -71,6 +71,7 @@ _FUNCTIONS = (
     "vc_zero_padding_rows",
     "vc_paged_attention",
     "vc_route",
+    "vc_row_max",
     "vc_fused_experts",
     "vc_quantized_panel",
     "vc_pack_quantized",
@@ -344,6 +345,15 @@ def _slots(slot_mapping_T: Tensor, T: int) -> int:
         f"slots are {slot_mapping_T.shape} {slot_mapping_T.dtype}, needed int64 {(T,)}"
     )
     return _at(slot_mapping_T)
+
+
+def row_max(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+    (R, V), (l0, l1) = logits_RV.shape, logits_RV.stride()
+    assert l1 == 1 or V == 1, f"last stride of the logits is {l1}, needed 1"
+    values = logits_RV.new_empty(R, dtype=torch.float32)
+    ids = logits_RV.new_empty(R, dtype=torch.int64)
+    _kernels().vc_row_max(_i8(_CODE[logits_RV.dtype], R, V, _at(logits_RV), l0, _at(values), _at(ids), _threads()))
+    return values, ids
 
 
 # ---------------------------------------------------------------------------------------------------------------------

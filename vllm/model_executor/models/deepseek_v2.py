@@ -138,7 +138,7 @@ class DeepseekV2MoE(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         shared = None if self.shared_experts is None else self.shared_experts(hidden_states)
-        return self.experts(hidden_states, self.gate(hidden_states.float()), tp_partial=shared)
+        return self.experts(hidden_states, self.gate(hidden_states), tp_partial=shared)
 
 
 class DeepseekV2DecoderLayer(DecoderLayer):

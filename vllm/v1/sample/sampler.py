@@ -36,7 +36,7 @@ class Sampler:
     def __call__(self, logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
         """``logits`` [R, V] of any float dtype, not changed. Equal largest logits: the lowest token id is greedy."""
         largest, token_ids = ops.row_max(logits)
-        nan_rows = ~largest.isfinite()
+        nan_rows = (largest - largest).isnan()  # as that of infinity is
         processed = logits
         undrawable = None
         if metadata.changes_logits:

@@ -164,8 +164,9 @@ class Worker:
                 f"come, and have not come back ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): give them "
                 "to the model's load_weights()"
             )
-        changed, model.has_new_weights = model.has_new_weights, False
+        changed = model.has_new_weights
         if changed:
+            model.has_new_weights = False
             # Head and embedding may come in any order, so whether they are alike is known now.
             with torch.no_grad():
                 model.lm_head.settle_tie()

@@ -32,7 +32,7 @@ class Gate(ReplicatedLinear):
         out = step_buffer(self.output_key, x.shape[0])
         if out is None:
             out = x.new_empty(x.shape[0], self.output_size_per_partition, dtype=torch.float32)
-        return ops.linear(x.to(self.dtype), self.packed, self.bias, out)
+        return ops.linear(x if x.dtype is self.dtype else x.to(self.dtype), self.packed, self.bias, out)
 
 
 class Router(nn.Module):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -53,7 +53,8 @@ class MLAMetadata(CommonAttentionMetadata):
         starts, lengths = self.query_start_loc_cpu.tolist(), self.seq_lens_cpu.tolist()
         rows = [end - start for start, end in itertools.pairwise(starts)]
         if max(rows, default=0) < expand_from:
-            return [replace(self._part(0, len(rows), False), last=self.num_padded_tokens)]
+            common = self.query_start_loc, self.query_start_loc_cpu, self.seq_lens, self.seq_lens_cpu, self.block_table
+            return [Part(0, self.num_padded_tokens, *common, expanded=False)]
         parts, first = [], 0
         while first < len(rows):
             last = first + 1
