@@ -277,8 +277,7 @@ class Device(TorchDispatchMode):
             if shape is None:
                 self._launch(lambda: function(*then))
                 return None
-            with _disable_current_modes():
-                made = DeviceTensor(torch.empty(shape, dtype=args[0].dtype))
+            made = torch.empty(shape, dtype=args[0].dtype, device=HERE)
             self._launch(lambda: made.memory.copy_(function(*then)))
             return made
 

@@ -64,9 +64,8 @@ class DevicePool:
         return max(self._free_before - self.module.mem_get_info(self.device)[0], 0)
 
     def begin_graph(self) -> Any:
-        if self._free_before is None:
-            self._free_before = self.module.mem_get_info(self.device)[0]
         if not self._graphs:  # a pool whose last graph is gone is given back, and takes no other
+            self._free_before = self.module.mem_get_info(self.device)[0]
             self._handle = self.module.graph_pool_handle()
         cuda = {"capture_error_mode": "thread_local"} if self.device.type == "cuda" else {}
         graph = getattr(self.module, f"{self.device.type.upper()}Graph")()
@@ -265,14 +264,11 @@ class DeviceRecorder(TorchDispatchMode):
             return func(*args, **kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         is_here = any(self._is_here(x) for x in tensors)
-        if is_here:
-            self._refuse(func, args, kwargs)
+        self._refuse(func, args, kwargs)
         given = self._described((args, kwargs))
         known = {id_of(x) for x in tensors}
         result = func(*args, **kwargs)
         made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor) and self._is_here(x)]
-        if made and not is_here and tensors:
-            raise NotCapturable(f"{func} brings values of the host to the device in {self._where()}")
         new = [x for x in made if id_of(x) not in known]
         for x in new:
             self._note(x)
@@ -283,18 +279,28 @@ class DeviceRecorder(TorchDispatchMode):
 
     def _refuse(self, func: Any, args: Any, kwargs: Any) -> None:
         """Raise ``NotCapturable`` where the host would wait for the device."""
-        packet = func.overloadpacket
-        if packet is _aten.copy_ and self._is_here(args[0]) != self._is_here(args[1]) and args[1].dim():
-            raise NotCapturable(f"{func} copies between the host and the device in {self._where()}")
-        device = kwargs.get("device") if packet is _aten._to_copy else None
-        sized = packet in _SIZED_BY_VALUES or (packet is _aten.repeat_interleave and kwargs.get("output_size") is None)
-        if packet in _INDEXING:
+        packet, sized = func.overloadpacket, False
+        if packet in _SIZED_BY_VALUES:
+            sized = self._is_here(args[0])
+        elif packet is _aten.repeat_interleave:
+            sized = self._is_here(args[0]) and kwargs.get("output_size") is None
+        elif packet in _INDEXING and self._is_here(args[0]):
             indices = [x for x in args[1] if x is not None]
             sized = any(not self._is_here(x) or x.dtype in (torch.bool, torch.uint8) for x in indices)
-        if sized and self._is_here(args[0]):
+        elif packet is _aten.copy_:
+            self._refuse_copy(func, args[1], args[0].device)
+        elif packet in (_aten.to, _aten._to_copy):
+            for x in (*args[1:], *kwargs.values()):
+                if isinstance(x, (torch.device, torch.Tensor)):
+                    self._refuse_copy(func, args[0], x if isinstance(x, torch.device) else x.device)
+        if sized:
             raise NotCapturable(f"{func} brings a value of the step to the host in {self._where()}")
-        if device is not None and (torch.device(device).type == self.pool.device.type) != self._is_here(args[0]):
-            raise NotCapturable(f"{func} copies between the host and the device in {self._where()}")
+
+    def _refuse_copy(self, func: Any, source: torch.Tensor, to: torch.device) -> None:
+        if self._is_here(source) and to.type != self.pool.device.type:
+            raise NotCapturable(f"{func} brings values of the step to the host in {self._where()}")
+        if not self._is_here(source) and to.type == self.pool.device.type and source.dim():
+            raise NotCapturable(f"{func} brings values of the host to the device in {self._where()}")
 
     # --- how it is told -----------------------------------------------------------------------------------------------
 
