@@ -138,7 +138,7 @@ def test_coarse_grids_move_little(format, zeros, act):
     assert off.max() > 1e-5, "nothing was rounded: then the kernels are not the fast ones"
 
 
-@pytest.mark.parametrize("format", FORMATS.keys() & {"int4", "int8"})
+@pytest.mark.parametrize("format", ["int4", "int8"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_int8_activations_are_exact(format, dtype):
     """Integers all the way: with scales that are powers of two each result is the exact one, rounded once."""
