@@ -206,6 +206,7 @@ _COMMUNICATORS: dict[str, type[DeviceCommunicatorBase]] = {
 
 _groups: dict[str, GroupCoordinator] = {}
 _own_default_group: ProcessGroup | None = None
+_gloo_devices: list[Any] = []
 _platform: Platform | None = None
 _local: tuple[int, int] | None = None
 _store: dist.Store | None = None
@@ -412,13 +413,14 @@ def _join(
         platform.import_dist_backend()
         if not dist.is_initialized():
             # Of all that were launched, whatever a replica is: a trainer that asks later must not find less.
-            dist.init_process_group(
-                backend or platform.group_backend,
-                store=store,
-                world_size=world_size,
-                rank=rank,
-                timeout=timedelta(seconds=_RENDEZVOUS_S),  # no collective runs on this group
-            )
+            with _sharing_a_gloo_thread():
+                dist.init_process_group(
+                    backend or platform.group_backend,
+                    store=store,
+                    world_size=world_size,
+                    rank=rank,
+                    timeout=timedelta(seconds=_RENDEZVOUS_S),  # no collective runs on this group
+                )
             _own_default_group = dist.group.WORLD
     if size < world_size:
         logger.info("replica %d of %d, each of %d rank(s)", rank // size, len(_replicas), size)
@@ -450,6 +452,30 @@ def _locate(place: launchers.Place) -> tuple[int, int]:
     return here.index(place.rank) if place.local_rank is None else place.local_rank, len(here)
 
 
+@contextlib.contextmanager
+def _sharing_a_gloo_thread() -> Iterator[None]:
+    """Have the Gloo groups that are made within use one network device: each device has a thread that looks around a
+    hundred times a second, which is most of what an idle rank does."""
+    owner: Any = dist.distributed_c10d
+    kind: Any = owner.ProcessGroupGloo
+
+    class SharingGloo(kind):  # type: ignore[misc]
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+            if not _gloo_devices:
+                names = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+                found = [kind.create_device(interface=name) for name in names]
+                _gloo_devices.extend(found or [kind.create_default_device()])
+            options = kind._Options()
+            options._devices, options._threads, options._timeout = _gloo_devices, 2 * len(_gloo_devices), timeout
+            super().__init__(store, rank, size, options)
+
+    owner.ProcessGroupGloo = SharingGloo
+    try:
+        yield
+    finally:
+        owner.ProcessGroupGloo = kind
+
+
 def _make_group(
     kind: str, rank_lists: list[list[int]], rank: int, device: torch.device, backend: str | None
 ) -> GroupCoordinator:
@@ -459,9 +485,10 @@ def _make_group(
     for index, ranks in enumerate(rank_lists):
         device_group = cpu_group = None
         if len(ranks) > 1:
-            device_group = cpu_group = dist.new_group(ranks, timeout=collective_timeout(), backend=backend)
-            if backend != "gloo":  # each Gloo group has a thread that looks around a hundred times a second
-                cpu_group = dist.new_group(ranks, timeout=collective_timeout(), backend="gloo")
+            with _sharing_a_gloo_thread():
+                device_group = cpu_group = dist.new_group(ranks, timeout=collective_timeout(), backend=backend)
+                if backend != "gloo":
+                    cpu_group = dist.new_group(ranks, timeout=collective_timeout(), backend="gloo")
         if rank in ranks:
             mine = (f"{kind}:{index}", ranks, device_group, cpu_group)
     name, ranks, device_group, cpu_group = mine
@@ -667,6 +694,7 @@ def _drop_groups() -> None:
     destroy_model_parallel()
     if "world" in _groups:
         _groups.pop("world").destroy()
+    _gloo_devices.clear()
     if len(_replicas) <= 1:
         _drop_default_group()
     _made_for_engines = False
