@@ -206,7 +206,6 @@ def test_compilation_config(tiny_llama: Path, given, expected):
         {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}},
         {"kv_cache_dtype": "fp8_e5m2"},
         {"distributed_executor_backend": "mp"},
-        {"async_scheduling": True},
     ],
 )
 def test_supported_argument_with_an_unsupported_value(tiny_llama: Path, given):
