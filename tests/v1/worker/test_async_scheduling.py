@@ -7,28 +7,21 @@ while another one runs. What the two engines are given is drawn; memory that nob
 
 from __future__ import annotations
 
-import random
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import launcher
-import late_device
-import numpy as np
 import pytest
-import rank_checks
 import tiny_hybrids as hybrids
 import tiny_models as tiny
 import torch
+from async_cases import Arrival, compare, drive, late
 from drawn import HealthCheck, given, settings, st
 from entrypoints.engine_fakes import save_byte_llama
 
 from vllm import SamplingParams
 from vllm.v1 import transfers
-from vllm.v1.request import RequestStatus
 
 BLOCK = 16
 LIMITS: dict[str, Any] = {
@@ -39,88 +32,6 @@ LIMITS: dict[str, Any] = {
     "num_gpu_blocks_override": 64,
     "block_size": BLOCK,
 }
-
-
-# --- what the engines are given, and what comes of it -----------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A request that comes before call ``at``, and is aborted before call ``aborted_at`` unless it has ended."""
-
-    at: int
-    prompt: tuple[int, ...]
-    params: dict[str, Any]
-    aborted_at: int | None = None
-
-
-@dataclass
-class Result:
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    reason: str | None = None
-    stop_reason: Any = None
-    logprobs: list[Any] = field(default_factory=list)
-    prompt_logprobs: list[Any] = field(default_factory=list)
-    num_cached_tokens: int | None = None
-
-
-def _values(rows: Any) -> list[Any]:
-    return [None if row is None else {token: (one.logprob, one.rank) for token, one in row.items()} for row in rows]
-
-
-def drive(llm: Any, arrivals: list[Arrival]) -> list[Result]:
-    """Call by call until nothing is left; the results in the order of ``arrivals``."""
-    engine, results, call = llm.llm_engine, [Result() for _ in arrivals], 0
-    last = max((a.at for a in arrivals), default=0)
-    while call <= last or engine.has_unfinished_requests():
-        for i, arrival in enumerate(arrivals):
-            if arrival.at == call:
-                params = SamplingParams(**{"detokenize": engine.tokenizer is not None, **arrival.params})
-                engine.add_request(str(i), {"prompt_token_ids": list(arrival.prompt)}, params)
-            if arrival.aborted_at == call and results[i].reason is None and arrival.at < call:
-                engine.abort_request(str(i))
-                results[i].reason = "aborted"
-        for output in engine.step():
-            done, result = output.outputs[0], results[int(output.request_id)]
-            result.token_ids, result.text = list(done.token_ids), done.text
-            result.reason, result.stop_reason = done.finish_reason, done.stop_reason
-            result.logprobs = _values(done.logprobs or [])
-            result.prompt_logprobs = _values(output.prompt_logprobs or [])
-            result.num_cached_tokens = output.num_cached_tokens
-        call += 1
-        assert call < 2000, "the engine does not come to an end"
-    scheduler = engine.scheduler
-    scheduler.check_integrity()
-    assert not scheduler._in_flight
-    assert scheduler.kv_cache_manager.pool.num_free == scheduler.kv_cache_config.num_blocks - 1
-    assert set(engine.worker.runner.input_batch.row_of) <= scheduler._finished_req_ids
-    return results
-
-
-def compare(ahead: list[Result], one_by_one: list[Result], cached: bool = True) -> None:
-    for i, (found, expected) in enumerate(zip(ahead, one_by_one, strict=True)):
-        if not cached:
-            found.num_cached_tokens = expected.num_cached_tokens
-        if "aborted" in (found.reason, expected.reason):
-            count = min(len(found.token_ids), len(expected.token_ids))
-            assert found.token_ids[:count] == expected.token_ids[:count], i
-        else:
-            assert found == expected, i
-
-
-@contextmanager
-def late(seconds: float, seed: int = 0) -> Iterator[None]:
-    """The thread begins each piece of work up to ``seconds`` late."""
-    rng, launch = random.Random(seed), transfers.ThreadStream.launch
-
-    def delayed(self: transfers.ThreadStream, work: Callable[[], Any]) -> None:
-        delay = rng.random() * seconds * (rng.random() < 0.3)
-        launch(self, lambda: (time.sleep(delay), work()) if delay else work())
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transfers.ThreadStream, "launch", delayed)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -206,3 +117,188 @@ def test_the_same_comes_of_steps_ahead_where_blocks_are_short(engines: Any, arri
     with late(0.002):
         found = drive(ahead, arrivals)
     compare(found, drive(one_by_one, arrivals), cached=False)
+
+
+# --- what the host learns late ----------------------------------------------------------------------------------------
+
+
+def rows_of_steps(llm: Any) -> list[tuple[int, list[bool]]]:
+    """Step by step the requests that run and those that sample; filled in as the engine steps."""
+    runner, seen = llm.llm_engine.worker.runner, []
+    launch = runner.launch
+
+    def noted(output: Any, has_unfinished: bool) -> Any:
+        seen.append((len(output.requests), list(output.samples)))
+        return launch(output, has_unfinished)
+
+    runner.launch = noted
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("params", "num_rows"),
+    [
+        ({"max_tokens": 1}, [1, 0]),
+        ({"max_tokens": 4}, [1, 1, 1, 1, 0]),  # known to end: nothing is run for it
+        ({"max_tokens": 9, "stop_token_ids": "third"}, [1, 1, 1, 1, 0]),  # the host learns late: one row
+        ({"max_tokens": 3, "repetition_penalty": 1.5}, [1, 1, 1, 0]),  # each waits for its token
+    ],
+)
+def test_a_late_end_costs_at_most_one_row(engines: Any, params: dict[str, Any], num_rows: list[int]) -> None:
+    llm, other = engines(max_num_seqs=8)
+    prompt = tiny.prompt(7, seed=3)
+    given = {"temperature": 0, "ignore_eos": True, **params}
+    if "stop_token_ids" in params:
+        free = drive(other, [Arrival(0, prompt, {"temperature": 0, "ignore_eos": True, "max_tokens": 3})])
+        assert free[0].token_ids.count(free[0].token_ids[2]) == 1
+        given["stop_token_ids"] = [free[0].token_ids[2]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.llm_engine.worker.runner, "launch", llm.llm_engine.worker.runner.launch)
+        seen = rows_of_steps(llm)
+        found = drive(llm, [Arrival(0, prompt, given)])
+    assert [rows for rows, _ in seen] == num_rows
+    compare(found, drive(other, [Arrival(0, prompt, given)]))
+
+
+def test_steps_overlap(engines: Any) -> None:
+    """The next step is launched before the last one has begun, whose tokens it reads."""
+    llm, other = engines(max_num_seqs=8)
+    runner, unfinished, most = llm.llm_engine.worker.runner, 0, 0
+    launch, finish = runner.launch, runner.finish
+
+    def launched(*args: Any) -> Any:
+        nonlocal unfinished, most
+        unfinished += 1
+        most = max(most, unfinished)
+        return launch(*args)
+
+    def finished(step: Any) -> Any:
+        nonlocal unfinished
+        unfinished -= 1
+        return finish(step)
+
+    arrivals = [Arrival(0, tiny.prompt(9), {"temperature": 0, "max_tokens": 12, "ignore_eos": True})]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "launch", launched)
+        patch.setattr(runner, "finish", finished)
+        found = drive(llm, arrivals)
+    assert (most, unfinished) == (2, 0)
+    compare(found, drive(other, arrivals))
+
+
+def test_a_request_takes_the_name_of_one_whose_last_row_is_in_flight(engines: Any) -> None:
+    llm, other = engines(max_num_seqs=8)
+    engine = llm.llm_engine
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    for _ in range(3):
+        engine.add_request("0", {"prompt_token_ids": list(tiny.prompt(9))}, params)
+        engine.step()
+        engine.step()
+        assert engine.engine_core._in_flight is not None
+        engine.abort_request("0")
+    given = [Arrival(0, tiny.prompt(9), {"temperature": 0, "max_tokens": 6, "ignore_eos": True})]
+    compare(drive(llm, given), drive(other, given), cached=False)
+
+
+def test_nan_ends_its_request_and_those_that_began_on_its_blocks_begin_again(engines: Any) -> None:
+    """The second request is admitted on the first one's blocks before the host knows that they hold NaN."""
+    llm, other = engines(max_num_seqs=8)
+    engine, prompt, calls = llm.llm_engine, tiny.prompt(34), []
+    params = {"temperature": 0, "max_tokens": 5, "ignore_eos": True}
+    later = (*prompt[:32], 5, 6, 7)
+
+    def spoil(_: Any, args: tuple[torch.Tensor, torch.Tensor]) -> None:
+        calls.append(args[1].shape[0])
+        if len(calls) == 1:
+            args[1].fill_(torch.nan)
+
+    handle = engine.worker.get_model().model.layers[0].self_attn.register_forward_pre_hook(spoil)
+    engine.add_request("bad", {"prompt_token_ids": list(prompt)}, SamplingParams(**params))
+    engine.step()
+    engine.add_request("good", {"prompt_token_ids": list(later)}, SamplingParams(**params))
+    ended = {}
+    while engine.has_unfinished_requests():
+        ended |= {o.request_id: o.outputs[0] for o in engine.step() if o.finished}
+    handle.remove()
+    assert {name: output.finish_reason for name, output in ended.items()} == {"bad": "error", "good": "length"}
+    # The whole prompt; a token of the first request beside the rest of the second, which began on 32 tokens of NaN.
+    assert calls[:3] == [34, 1 + 3, 35]
+    assert ended["good"].token_ids == drive(other, [Arrival(0, later, params)])[0].token_ids
+    engine.scheduler.check_integrity()
+
+
+def test_work_that_fails_is_told_to_whoever_waits_and_nothing_runs_after_it() -> None:
+    stream, ran = transfers.ThreadStream(), []
+    event = stream.make_event()
+    stream.launch(lambda: {}["work"])
+    stream.launch(lambda: ran.append(1))
+    event.record()
+    with pytest.raises(KeyError, match="work"):
+        event.synchronize()
+    with pytest.raises(KeyError, match="work"):
+        stream.wait()
+    stream.close()
+    assert ran == []
+
+
+# --- the races that others had, put back ------------------------------------------------------------------------------
+
+
+def tiny_llm(like: Any) -> Any:
+    """One that schedules ahead, to be spoilt."""
+    from vllm import LLM
+
+    return LLM(like.llm_engine.model_config.model, async_scheduling=True, **{**LIMITS, "max_num_seqs": 8})
+
+
+def many(num: int, **params: Any) -> list[Arrival]:
+    given = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, **params}
+    return [Arrival(i, tiny.prompt(5 + i, seed=4), given) for i in range(num)]
+
+
+def test_put_back_staging_memory_that_is_written_too_early(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm-project/vllm#54269: what a pending copy reads is overwritten by the next step."""
+    _, other = engines(max_num_seqs=8)
+    expected = drive(other, many(4))
+
+    @contextmanager
+    def at_once(self: transfers.Staging) -> Iterator[None]:
+        self.is_open, self.current = True, 0
+        yield
+
+    llm = tiny_llm(other)
+    with late(0.02):
+        compare(drive(llm, many(4)), expected, cached=False)
+        monkeypatch.setattr(transfers.Staging, "filling", at_once)
+        try:
+            found = [result.token_ids for result in drive(llm, many(4))]
+        except AssertionError as error:  # inputs of two steps in one
+            found = [str(error)]
+    llm.shutdown()
+    assert found != [result.token_ids for result in expected]
+
+
+def test_put_back_a_state_slot_given_away_while_its_last_row_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host clears it at once, and the row of the request that ended writes it again: hybrids' blocks."""
+    limits = {"max_num_seqs": 1, "async_scheduling": True}
+    llm = hybrids.make_llm("qwen3.5-moe", **limits)
+    prompts = [tiny.prompt(9), tiny.prompt(6), tiny.prompt(7)]
+    expected = [hybrids.greedy("qwen3.5-moe", prompt, 8) for prompt in prompts]
+
+    def answers() -> list[tuple[int, ...]]:
+        """Each request but the last ends by its third token, which the host learns late."""
+        given = {"temperature": 0, "ignore_eos": True, "max_tokens": 8}
+        arrivals = [Arrival(0, p, {**given, "stop_token_ids": [e[2]]}) for p, e in zip(prompts, expected, strict=True)]
+        return [tuple(result.token_ids) for result in drive(llm, arrivals)]
+
+    stops = [list(e[: e.index(e[2]) + 1]) for e in expected]
+    with late(0.01):
+        assert answers() == [tuple(s) for s in stops]
+        runner = llm.llm_engine.worker.runner
+        layers = [layer for layer in runner.cached_layers.values() if hasattr(layer, "clear_state")]
+        monkeypatch.setattr(
+            runner, "_clear_state", lambda slot: [layer.clear_state(slot) for layer in layers if slot >= 0]
+        )
+        with late(0.05, seed=3):
+            assert answers() != [tuple(s) for s in stops]
+    llm.shutdown()
