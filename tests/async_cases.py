@@ -41,11 +41,11 @@ def _values(rows: Any) -> list[Any]:
     return [None if row is None else {token: (one.logprob, one.rank) for token, one in row.items()} for row in rows]
 
 
-def drive(llm: Any, arrivals: list[Arrival]) -> list[Result]:
-    """Call by call until nothing is left; the results in the order of ``arrivals``."""
+def drive(llm: Any, arrivals: list[Arrival], calls: int = 0) -> list[Result]:
+    """Call by call until nothing is left, ``calls`` times at least; the results in the order of ``arrivals``."""
     engine, results, call = llm.llm_engine, [Result() for _ in arrivals], 0
-    last = max((a.at for a in arrivals), default=0)
-    while call <= last or engine.has_unfinished_requests():
+    calls = max([calls, *(a.at + 1 for a in arrivals)])
+    while call < calls or engine.has_unfinished_requests():
         for i, arrival in enumerate(arrivals):
             if arrival.at == call:
                 params = SamplingParams(**{"detokenize": engine.tokenizer is not None, **arrival.params})

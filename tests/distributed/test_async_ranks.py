@@ -46,7 +46,7 @@ def rank(folder: str, tp: int, dp: int, rounds: int, async_scheduling: bool, del
     results: list[list[Result]] = []
     with late(delay, seed=rank_checks.own_rank()), rank_checks.observed(delay / 2) as ledger:
         for round_ in range(rounds):
-            results.append(drive(llm, arrivals_of(dp_rank, round_)))
+            results.append(drive(llm, arrivals_of(dp_rank, round_), calls=9))
     groups = [[record.group for record in ledger.records].count(name) for name in ("dp:0:cpu", "dp:0")]
     steps = llm.llm_engine.worker.num_steps
     llm.shutdown()

@@ -38,7 +38,8 @@ def generate(llm: Any, prompts: list[tuple[int, ...]], params: SamplingParams) -
 def long_prompt_in_chunks(monkeypatch: pytest.MonkeyPatch) -> tuple[tuple[int, ...], Counter[str]]:
     """60 tokens in chunks of 16: three steps without a sampled token, in which nothing is waited for."""
     with late_device.stand_in(monkeypatch) as device:
-        llm = tiny.make_llm("qwen3", max_num_batched_tokens=16, max_num_seqs=4, block_size=64)
+        limits = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "block_size": 64}
+        llm = tiny.make_llm("qwen3", async_scheduling=False, **limits)
         device.waits.clear()
         (tokens,) = tiny.tokens(tiny.generate(llm, [tiny.prompt(60)], 8))
         waits = device.waits.copy()
@@ -167,7 +168,7 @@ def test_one_wait_a_step_whatever_is_sampled(monkeypatch: pytest.MonkeyPatch) ->
     llm.shutdown()
     assert len({str(tokens[:2]) for tokens, _ in expected.values()}) > 5
     with late_device.stand_in(monkeypatch) as device:
-        llm = tiny.make_llm("qwen3")
+        llm = tiny.make_llm("qwen3", async_scheduling=False)
         execute, waits = llm.llm_engine.worker.execute_model, []
 
         def counted(*args: Any, **kwargs: Any) -> Any:
