@@ -243,7 +243,8 @@ class HostCopies:
     ``close``."""
 
     def __init__(self, stream: Stream) -> None:
-        self._stream, self._event = stream, None
+        self._stream = stream
+        self._event: Any = None
         self._are_pending = stream.is_late and is_host(stream.device)  # there all results are the thread's
 
     @overload

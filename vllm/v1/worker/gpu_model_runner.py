@@ -262,7 +262,7 @@ class GPUModelRunner:
             batch.block_table.slots(rows_of_tokens, positions),
             batch.state_slots[rows],
         )
-        sampling = np.nonzero(scheduler_output.samples)[0]
+        sampling = np.array(scheduler_output.samples, dtype=bool).nonzero()[0]
         is_sampled = positions >= batch.num_given[rows_of_tokens]
         input_ids = np.where(is_sampled, -1 - rows_of_tokens, batch.token_ids[rows_of_tokens, positions])
         return StepInputs(
