@@ -361,6 +361,7 @@ class StepGraphs:
                 runner.buffers.positions.fill(positions, size),
                 runner.fill_metadata(plan, trial.scheduled, trial.seq_lens, rows, table, slots, states),
             )
+        runner.stream.wait()
         read = {name: x for name, x in _tensors(inputs).items() if name != "block_table"}
         read["block_table"] = inputs.common.block_table[:, : max(columns.max(initial=0), 1)]
         if left := runner.buffers.not_filled(read):
@@ -403,8 +404,9 @@ def weight_places(model: torch.nn.Module) -> list[int]:
 
 
 def _tensors(inputs: ModelInputs) -> dict[str, torch.Tensor]:
+    """Those that a captured step may read: the host's are for what prepares it, and may take turns."""
     found = {"input_ids": inputs.input_ids, "positions": inputs.positions, **vars(inputs.common)}
-    return {name: tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
+    return {name: x for name, x in found.items() if isinstance(x, torch.Tensor) and not name.endswith("_cpu")}
 
 
 def _places(inputs: ModelInputs) -> dict[str, Any]:
