@@ -15,6 +15,7 @@ and split it. All DP ranks agree in the step's one reduction whether they replay
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ from vllm.compilation.recording import (
 )
 from vllm.config import CUDAGraphMode
 from vllm.kernels.cpu import records
-from vllm.logger import init_logger
+from vllm.logger import init_logger, log_once
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.transfers import is_host
 from vllm.v1.worker.batch_plan import BatchPlan
@@ -146,6 +147,7 @@ class StepGraphs:
         self.is_stale = self.is_whole = False
         self.pool = MemoryPool()
         self.steps: dict[int, CapturedStep] = {}
+        self._hooks: list[Any] = []
         self.decode_only = self.mode is CUDAGraphMode.FULL_DECODE_ONLY
         self.given = config.compilation_config.cudagraph_capture_sizes
         self.saves_padding = is_host(runner.device) and not self.given
@@ -156,7 +158,7 @@ class StepGraphs:
         """The highest mode that this rank could run ``step`` in, or CAPTURE; see ``DPVote``."""
         if self.is_stale:
             return CAPTURE if len(self.runner.input_batch.row_of) == len(step.started) else CUDAGraphMode.NONE
-        if not self.steps:
+        if not self.steps or self._is_hooked():
             return CUDAGraphMode.NONE
         num_tokens, scheduled = step.total_num_scheduled_tokens, step.num_scheduled_tokens
         if num_tokens:
@@ -176,6 +178,12 @@ class StepGraphs:
         """New weights are in the place of the old ones, or else all is captured anew."""
         if self.steps and self._weights != weight_places(self.runner.model):
             self.forget()
+
+    def _is_hooked(self) -> bool:
+        """Hooks of the model's modules are called in eager steps only."""
+        if hooked := any(self._hooks):
+            log_once(logger, logging.INFO, "steps run eagerly while the model's modules have forward hooks")
+        return hooked
 
     @property
     def is_on(self) -> bool:
@@ -214,7 +222,8 @@ class StepGraphs:
         """
         self.forget()
         self.is_stale = False
-        if self.is_on:
+        self._hooks = [h for m in self.runner.model.modules() for h in (m._forward_hooks, m._forward_pre_hooks)]
+        if self.is_on and not self._is_hooked():
             with without_garbage():
                 self._capture_all(self.sizes())
             self._weights = weight_places(self.runner.model)
