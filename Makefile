@@ -12,8 +12,14 @@ demo: $(INSTALLED)
 serve: $(INSTALLED)
 	$(BIN)/vllm serve --host 127.0.0.1
 
+# Tests of one process run beside each other, file by file; those of several want the machine, one after the other.
+WORKERS ?= 2
+DEFAULT := not slow and not upstream and not device and not clients
 test: $(INSTALLED) lint
-	$(BIN)/python -m pytest
+	failed=0; \
+	$(BIN)/python -m pytest -m '$(DEFAULT) and not multiprocess' -n $(WORKERS) --dist loadfile || failed=1; \
+	$(BIN)/python -m pytest -m '$(DEFAULT) and multiprocess' || failed=1; \
+	exit $$failed
 
 # With the interpreter at hand (PYTHON=...), whose torch is the one for the card: torch, triton, transformers,
 # safetensors, pytest and numpy are enough, and nothing is fetched or built.

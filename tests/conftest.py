@@ -31,10 +31,11 @@ def _kernels_are_chosen_anew() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def _engines_end_with_their_module() -> Iterator[None]:
     """One that a test dropped, or that a fixture held, may wait for the collector; others ask what a process without an
-    engine would hold."""
+    engine would hold, whatever came before them. Groups that a test made itself end here too."""
     yield
     if (groups := sys.modules.get("vllm.distributed.parallel_state")) is not None and groups._groups:
         gc.collect()
+        groups.destroy_distributed_environment()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gguf
 import numpy as np
 import torch
 
@@ -45,6 +44,8 @@ def _bytes(values: np.ndarray, dtype: type) -> np.ndarray:
 def round_to(kind: str, w: np.ndarray) -> np.ndarray:
     """float32 [..., K] -> uint8 [..., bytes], as the kind's layout says: K kinds, which gguf only reads."""
     if kind not in ("Q4_K", "Q5_K", "Q6_K"):
+        import gguf  # what else is here runs on devices too, without it
+
         return gguf.quants.quantize(w, gguf.GGMLQuantizationType[kind])
     blocks = w.reshape(*w.shape[:-1], -1, 256)
     if kind == "Q6_K":

@@ -34,6 +34,7 @@ import vllm
 from vllm.compilation import device_graph
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.observer import mark_queued
+from vllm.engine import arg_utils
 from vllm.kernels import reference, table
 from vllm.platforms import XpuPlatform
 from vllm.platforms.interface import PeakMemory
@@ -450,7 +451,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, late: bool = True, graphs: bool = 
         for operator, shape_of in KERNELS.items():
             patch.setattr(reference, operator, device.kernel(getattr(reference, operator), shape_of))
         patch.setattr("vllm.platforms.get_platform", lambda name: platform)
-        for module in (gpu_worker, settings):
+        for module in (arg_utils, gpu_worker, settings):
             patch.setattr(module, "current_platform", platform)
         patch.setattr(DeviceCommunicatorBase, "_run", device.collectives())
         patch.setattr(torch.xpu, "_lazy_init", lambda: None)

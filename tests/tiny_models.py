@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,10 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 NAMES = tuple(CHECKPOINTS)  # without those that other files add
 
-_folders = tempfile.TemporaryDirectory(prefix="vllm-tiny-")
+# A process that a test starts finds what the test has made: making it anew takes seconds of transformers' imports.
+if "TINY_MODELS" not in os.environ:
+    _folders = tempfile.TemporaryDirectory(prefix="vllm-tiny-")
+    os.environ["TINY_MODELS"] = _folders.name
 
 
 @functools.cache
@@ -75,6 +79,9 @@ def checkpoint(name: str, seed: int = 0) -> str:
     Its layers outweigh the embedding in the residual stream: a model that mostly repeats its last token, as small
     random ones do, cannot tell a right decode step from a wrong one. Weights are wide enough that near-ties are rare.
     """
+    folder = Path(os.environ["TINY_MODELS"], f"{name}-{seed}")
+    if folder.exists():
+        return str(folder)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     stem, changes = CHECKPOINTS[name]
@@ -100,7 +107,6 @@ def checkpoint(name: str, seed: int = 0) -> str:
                     parameter.add_(1.5)
         elif config.tie_word_embeddings:
             model.model.norm.weight.mul_(8)
-    folder = Path(_folders.name) / f"{name}-{seed}"
     model.save_pretrained(folder)
     return str(folder)
 

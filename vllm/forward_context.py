@@ -3,12 +3,14 @@
 
 Layers read the context by name (``get_forward_context().attn_metadata[layer_name]``), so a model file passes only
 activations. ``current_step`` and ``current_layer`` are plain module attributes: the attention and MoE layers set the
-latter in passing, and a failing collective quotes both.
+latter in passing. A failing collective quotes those of its own thread (``place``): a thread that stands for the device
+is in one step while the host prepares the next.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,18 +20,39 @@ import torch
 
 current_step: int = -1
 current_layer: str = ""
+working_thread: int | None = None
+"""The thread that stands for the device, while it works."""
+
+
+class _Place(threading.local):
+    step: int = -1
+    layer: str = ""
+
+
+place = _Place()
 
 
 def set_current_step(step: int) -> None:
-    """Name the step that this process is in; -1 before the first."""
+    """Name the step that this thread is in; -1 before the first."""
     global current_step
-    current_step = step
+    current_step = place.step = step
 
 
 def set_current_layer(layer_name: str) -> None:
     """Name the layer that is being computed; empty outside the model."""
     global current_layer
-    current_layer = layer_name
+    current_layer = place.layer = layer_name
+
+
+@contextmanager
+def working() -> Iterator[None]:
+    """Around what the calling thread does in the place of a device."""
+    global working_thread
+    working_thread = threading.get_ident()
+    try:
+        yield
+    finally:
+        working_thread = None
 
 
 @dataclass(frozen=True)
@@ -127,7 +150,7 @@ def set_forward_context(
     additional: Mapping[str, Any] | None = None,
 ) -> Iterator[ForwardContext]:
     """Run one forward pass under a context; ``step`` names it for diagnostics. Nested passes restore the outer one."""
-    global _context, current_layer
+    global _context
     outer = _context
     if step is not None:
         set_current_step(step)
@@ -139,4 +162,4 @@ def set_forward_context(
         yield _context
     finally:
         _context = outer
-        current_layer = ""
+        set_current_layer("")

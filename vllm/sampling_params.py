@@ -325,6 +325,10 @@ class SamplingParams:
                 if ids and ids not in self.bad_words_token_ids:
                     self.bad_words_token_ids.append(ids)
 
+    @property
+    def is_penalised(self) -> bool:
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
     def clone(self) -> SamplingParams:
         """An independent copy: the engine completes its own, never the caller's, which many prompts may share."""
         return copy.deepcopy(self)

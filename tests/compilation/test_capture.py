@@ -344,6 +344,31 @@ def test_rows_that_are_no_tokens_may_hold_nan() -> None:
     assert found == [hybrids.greedy("qwen3.5-moe", ids, 24) for ids in prompts]
 
 
+def test_hooks_are_called(caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever hangs a hook on a module sees each step; steps are replayed again once it is gone."""
+    llm, seen = make_llm("llama"), list[int]()
+    runner = runner_of(llm)
+    hook = runner.model.model.layers[1].register_forward_hook(lambda _, args, out: seen.append(len(args[0])))
+    assert tiny.tokens(tiny.generate(llm, [tiny.prompt(5)], 4)) == [tiny.greedy("llama", tiny.prompt(5), 4)]
+    assert seen == [5, 1, 1, 1]
+    assert not runner.counts.replayed
+    assert "steps run eagerly while the model's modules have forward hooks" in caplog.text
+    hook.remove()
+    tiny.generate(llm, [tiny.prompt(5)], 4)
+    assert runner.counts.replayed == 3
+    llm.shutdown()
+
+
+def test_steps_ahead_of_a_late_device() -> None:
+    """Replayed on the thread that stands for the device, while the host prepares the next step."""
+    prompts = [tiny.prompt(length) for length in (5, 23, 9, 1, 40, 12)]
+    for name, where in (("llama", tiny), ("qwen3.5-moe", hybrids)):
+        llm = make_llm(name, async_scheduling=True)
+        assert tiny.tokens(tiny.generate(llm, prompts, 20)) == [where.greedy(name, ids, 20) for ids in prompts]
+        assert runner_of(llm).counts.replayed > 15
+        llm.shutdown()
+
+
 # --- arrivals, aborts, preemption -------------------------------------------------------------------------------------
 
 
@@ -410,3 +435,89 @@ def drive(llm: Any, plan: list[Any]) -> dict[str, Any]:
 def test_side_by_side(pair: list[Any], plan: list[Any]) -> None:
     eager, replayed = (drive(llm, plan) for llm in pair)
     assert eager == replayed
+
+
+# --- what is asked for, and what cannot be ----------------------------------------------------------------------------
+
+
+def test_operators_that_ask_the_host_stay_outside(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Plain torch loops over requests on the host: it is called between the captured pieces, and the log names it."""
+    monkeypatch.setenv(
+        "VLLM_KERNELS", "paged_attention=reference,reshape_and_cache=reference,gated_delta_net=reference"
+    )
+    llm = make_llm("qwen3.5")
+    assert captured(llm) == [1, 2, 4]
+    assert re.search(r"pieces, between them .*gated_delta_net.*paged_attention", caplog.text)
+    prompts = [tiny.prompt(length) for length in (5, 23, 9)]
+    assert tiny.tokens(tiny.generate(llm, prompts, 20)) == [hybrids.greedy("qwen3.5", ids, 20) for ids in prompts]
+    assert runner_of(llm).counts.replayed > 15
+    llm.shutdown()
+
+
+def test_sizes_that_no_step_has(caplog: pytest.LogCaptureFixture) -> None:
+    llm = make_llm("llama", compilation_config={"cudagraph_capture_sizes": [2, 4, 600]}, max_num_batched_tokens=64)
+    assert captured(llm) == [2, 4]
+    assert "cudagraph_capture_sizes [600] are not captured: steps of at most 64 rows are" in caplog.text
+    llm.shutdown()
+
+
+def test_decodes_only() -> None:
+    llm = make_llm(
+        "llama", compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 8]}
+    )
+    assert captured(llm) == [1, 2]
+    tiny.generate(llm, [tiny.prompt(2)], 6)
+    assert runner_of(llm).counts.replayed == 5, "the prompt's step is no decode"
+    llm.shutdown()
+
+
+def test_sizes_by_default() -> None:
+    llm = make_llm("llama", compilation_config=None, max_num_seqs=12)
+    assert captured(llm) == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12]
+    tiny.generate(llm, [tiny.prompt(5)] * 9, 8)
+    assert runner_of(llm).counts.padded_rows == 7, "nine decodes in ten rows, and no other padding"
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("given", [{"enforce_eager": True}, {"compilation_config": {"cudagraph_mode": "NONE"}}])
+def test_switched_off(given: dict[str, Any]) -> None:
+    llm = make_llm("llama", **given)
+    assert not captured(llm)
+    llm.shutdown()
+
+
+def test_memory_that_is_short(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    capture = StepGraphs._capture
+
+    def short(self: Any, size: int) -> Any:
+        if size > 2:
+            raise MemoryError("no room")
+        return capture(self, size)
+
+    monkeypatch.setattr(StepGraphs, "_capture", short)
+    llm = make_llm("llama")
+    assert captured(llm) == [1, 2]
+    assert caplog.text.count("steps of 4 rows are not captured, memory is short: no room") == 1
+    llm.shutdown()
+
+
+def test_new_weights_are_replayed() -> None:
+    """``load_weights`` in the middle of an engine's life: in place where it can, else steps are captured anew."""
+    llm = make_llm("llama")
+    runner = runner_of(llm)
+    first = tiny.tokens(tiny.generate(llm, [tiny.prompt(5)], 12))
+    assert first == [tiny.greedy("llama", tiny.prompt(5), 12)]
+    weights = tiny.reference_model("llama", 1).state_dict()
+    runner.model.load_weights(weights.items())
+    before = runner.counts.replayed
+    assert tiny.tokens(tiny.generate(llm, [tiny.prompt(5)], 12)) == [tiny.greedy("llama", tiny.prompt(5), 12, 1)]
+    assert runner.counts.replayed - before == 11
+    for layer in runner.model.model.layers:
+        packed = layer.mlp.down_proj.packed
+        layer.mlp.down_proj.packed = dataclasses.replace(packed, data=packed.data.clone())
+    runner.model.load_weights(weights.items())
+    assert tiny.tokens(tiny.generate(llm, [tiny.prompt(5)], 12)) == [tiny.greedy("llama", tiny.prompt(5), 12, 1)]
+    assert runner.counts.replayed - before == 22
+    llm.shutdown()

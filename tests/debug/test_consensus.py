@@ -78,7 +78,7 @@ def healthy(num_steps: int) -> tuple[int, int]:
     faulty_runs.start_groups()
     installed = watchdog._installed
     for step in range(num_steps):
-        faulty_runs.run_step(step, layers=faulty_runs.LAYERS[:1], max_delay_s=0.003)
+        faulty_runs.run_step(step, layers=faulty_runs.LAYERS[:1], max_delay_s=0.001)
     events, store = installed.ledger.events, installed.guard.board.store
     dist.barrier()
     left = store.num_keys()

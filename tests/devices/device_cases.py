@@ -19,11 +19,13 @@ from padding_slots import slots
 from torch import Tensor
 
 from vllm.kernels import reference, reference_gdn, weights
+from vllm.kernels.blocks import UNITS
 from vllm.kernels.padding import NULL_BLOCK, PAD_EXPERT, PAD_SLOT, PAD_STATE_SLOT
 from vllm.kernels.quantized import FORMATS, QuantizedWeight
 from vllm.kernels.weights import GDNWeights, PackedExperts, PackedWeight
 
 NAN = float("nan")
+FP8 = torch.float8_e4m3fn
 
 
 @functools.lru_cache(maxsize=4)
@@ -111,6 +113,52 @@ def quantized_experts(format: str, **fields: Any) -> Callable[[Place], Args]:
         return x, w13, quantized_weight(p, format, s.experts, s.hidden, s.expert_inner, **fields), *rest
 
     return case
+
+
+def in_blocks(case: Callable[[Place], Args]) -> Callable[[Place], Args]:
+    """With sizes that are whole blocks of 256 columns."""
+
+    def wide(p: Place) -> Args:
+        sizes = {name: -(-getattr(p.sizes, name) // 256) * 256 for name in ("hidden", "expert_inner")}
+        return case(dataclasses.replace(p, sizes=dataclasses.replace(p.sizes, **sizes)))
+
+    return wide
+
+
+def weight_in_blocks(p: Place, format: str, *shape: int, gated: bool = False) -> QuantizedWeight:
+    """As GGUF files have them: any bits as codes and factors, units of 2 ** -12 to 3 times that."""
+    (*rows, K), form = shape, FORMATS[format]
+    generator = torch.Generator("cpu").manual_seed(sum(shape))
+    blocks = torch.randint(256, (*rows, K // form.columns, form.bytes), generator=generator, device="cpu")
+    blocks = blocks.to(torch.uint8)
+    for at in UNITS[format]:
+        unit = (torch.rand(*blocks.shape[:-1], 1, generator=generator, device="cpu") * 2 + 1) * 2**-12
+        blocks[..., at : at + 2] = unit.half().view(torch.uint8)
+    return QuantizedWeight(
+        format, shape[-2], K, form.columns, p.dtype, blocks.flatten(-2).to(p.device), gated=gated
+    )  # fmt: skip
+
+
+def linear_in_blocks(format: str) -> Callable[[Place], Args]:
+    def case(p: Place) -> Args:
+        s = p.sizes
+        wide = p.padded(p.randn(s.rows, 2 * s.hidden))  # rows further apart than they are long
+        return wide[:, : s.hidden], weight_in_blocks(p, format, 2 * s.hidden, s.hidden), p.randn(2 * s.hidden)
+
+    return in_blocks(case)
+
+
+def embedding_in_blocks(p: Place) -> Args:
+    s = p.sizes
+    ids = torch.arange(s.rows) * 7919 % s.vocab
+    return ids.to(p.device), weight_in_blocks(p, "q6_k", s.vocab, s.hidden)
+
+
+def experts_in_blocks(p: Place) -> Args:
+    s = p.sizes
+    x, _, _, *rest = experts(lambda s: s.rows // 4)(p)
+    w13 = weight_in_blocks(p, "q4_k", s.experts, 2 * s.expert_inner, s.hidden, gated=True)
+    return x, w13, weight_in_blocks(p, "q6_k", s.experts, s.hidden, s.expert_inner), *rest
 
 
 def embedding(p: Place) -> Args:
@@ -234,6 +282,16 @@ def padding_rows(p: Place) -> Args:
     return p.padded(p.randn(s.rows, s.hidden)), slots(s.rows - s.pads, s.rows, p.device)
 
 
+def cached_as_codes(case: Callable[[Place], Args], *rest: Any) -> Callable[[Place], Args]:
+    """With a float8 cache, and what the operator takes last: the scales of keys and values."""
+
+    def coded(p: Place) -> Args:
+        args = (x.to(FP8) if isinstance(x, Tensor) and x.dim() == 4 else x for x in case(p))
+        return (*args, *rest)
+
+    return coded
+
+
 def router_logits(p: Place) -> Args:
     """No two are close, so that there is one right order."""
     s = p.sizes
@@ -334,6 +392,7 @@ def scored(p: Place) -> Args:
     return x, 5, torch.arange(len(x), device=p.device) * 7919 % x.shape[1]
 
 
+SCALES = None, 0.0, None, None, 0.7, 0.3  # of ``paged_attention``, after what nobody gives
 CASES: dict[str, tuple[str, Callable[[Place], Args]]] = {
     "linear": ("linear", linear),
     "quantized linear, int4 with zeros": ("quantized_linear", quantized_linear("int4", zeros=True)),
@@ -344,6 +403,12 @@ CASES: dict[str, tuple[str, Callable[[Place], Args]]] = {
     "quantized experts, mxfp4": ("quantized_experts", quantized_experts("mxfp4")),
     "quantized experts, fp8 in blocks": ("quantized_experts", quantized_experts("fp8")),
     "quantized embedding, int4": ("quantized_embedding", quantized_embedding),
+    "quantized linear, q4_k": ("quantized_linear", linear_in_blocks("q4_k")),
+    "quantized linear, q5_k": ("quantized_linear", linear_in_blocks("q5_k")),
+    "quantized linear, q6_k": ("quantized_linear", linear_in_blocks("q6_k")),
+    "quantized linear, q5_0": ("quantized_linear", linear_in_blocks("q5_0")),
+    "quantized experts, q4_k and q6_k": ("quantized_experts", in_blocks(experts_in_blocks)),
+    "quantized embedding, q6_k": ("quantized_embedding", in_blocks(embedding_in_blocks)),
     "embedding": ("embedding", embedding),
     "rms_norm": ("rms_norm", rms_norm),
     "rms_norm of heads": ("rms_norm", rms_norm_of_heads),
@@ -353,6 +418,8 @@ CASES: dict[str, tuple[str, Callable[[Place], Args]]] = {
     "rotary whole heads": ("rotary_embedding", rotary(1)),
     "rotary quarter of heads": ("rotary_embedding", rotary(0.25)),
     "reshape_and_cache": ("reshape_and_cache", reshape_and_cache),
+    # Divisors that are powers of two, so that there is one nearest code; large keys are cut off.
+    "reshape_and_cache, fp8 cache": ("reshape_and_cache", cached_as_codes(reshape_and_cache, 2**-7, 2.0)),
     "attention mixed, head 64": ("paged_attention", attention(64, 16)),
     "attention mixed, head 128": ("paged_attention", attention(128, 16)),
     "attention mixed, head 128, pages of 64": ("paged_attention", attention(128, 64)),
@@ -360,6 +427,11 @@ CASES: dict[str, tuple[str, Callable[[Place], Args]]] = {
     "attention decode, head 128": ("paged_attention", attention(128, 16, only_decodes=True)),
     "attention window 100": ("paged_attention", attention(128, 16, window=100)),
     "zero_padding_rows": ("zero_padding_rows", padding_rows),
+    "attention mixed, head 128, fp8 cache": ("paged_attention", cached_as_codes(attention(128, 16), *SCALES)),
+    "attention decode, head 128, fp8 cache": (
+        "paged_attention",
+        cached_as_codes(attention(128, 64, only_decodes=True), *SCALES),
+    ),
     "topk_softmax": ("topk_softmax", router_logits),
     "experts 26 of 30 rows": ("fused_experts", experts(lambda s: 30)),
     "experts one row": ("fused_experts", experts(lambda s: 2)),
@@ -380,7 +452,7 @@ def widened(args: Args) -> Args:
 
     def wide(x: Any) -> Any:
         if isinstance(x, Tensor):
-            return x.double() if x.is_floating_point() else x
+            return x.double() if x.is_floating_point() and x.dtype is not FP8 else x
         if isinstance(x, (PackedWeight, PackedExperts)):
             return dataclasses.replace(x, data=x.data.double(), dtype=torch.float64)
         if isinstance(x, QuantizedWeight):

@@ -144,6 +144,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "head 96, pages of 64": {"H": 12, "J": 4, "D": 96, "block_size": 64},
     "head 192 and 128": {"H": 16, "J": 16, "D": 192, "DV": 128},
     "head 256, soft cap": {"H": 16, "J": 2, "D": 256, "soft_cap": 30.0},
+    "head 128, fp8 cache": {"H": 32, "J": 8, "D": 128, "scales": (0.7, 0.3)},
+    "latent, fp8 cache": {"H": 32, "J": 1, "D": 576, "DV": 512, "latent": True, "scales": (0.7, 0.7)},
 }
 # Every kind in three shapes, every shape for the first kind; the other types for two kinds in two shapes.
 ATTENTION = [
@@ -175,3 +177,11 @@ def test_quantised(form: str, activations: str | None, T: int, card: str) -> Non
     if suite.sizes() is not suite.REAL:
         pytest.skip("at small sizes in tests/kernels")
     of("test_quantized").check_real_sizes(card, form, T, activations)
+
+
+@pytest.mark.parametrize("T", [1, 40, 600])
+@pytest.mark.parametrize("format", ["q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k"])
+def test_blocks(format: str, T: int, card: str) -> None:
+    if suite.sizes() is not suite.REAL:
+        pytest.skip("at small sizes in tests/kernels")
+    of("test_blocks").check_real_sizes(card, format, T)

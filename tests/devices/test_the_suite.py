@@ -88,9 +88,9 @@ def test_the_suite_runs_on_the_cpu_with_few_packages(tmp_path: Path) -> None:
 
 
 def test_the_kernels_comparisons_run_in_the_interpreter_with_few_packages(tmp_path: Path) -> None:
-    one_of_each = "test_device_kernels and (norms-1-bf16 or g-1-fp32 or 64-bf16 or mixed-bf16 or (answers and cap))"
+    kinds = "norms-1-bf16 or g-1-fp32 or 64-bf16 or mixed-bf16 or (answers and (cap or fp8))"
     only = {"VLLM_TEST_DEVICE": "cpu", "TRITON_INTERPRET": "1"}
-    _, report = run_suite(tmp_path, "-k", one_of_each, **only)
+    _, report = run_suite(tmp_path, "-k", f"test_device_kernels and ({kinds})", **only)
     assert not report["tests"]["failed"]
     assert not report["tests"]["skipped"]
     ran = {test.partition("::")[2].partition("[")[0] for test in report["tests"]["passed"]}

@@ -191,8 +191,15 @@ def _check_broadcast(comm: DeviceCommunicatorBase, rank: int, world: int) -> int
     return world * len(DTYPES)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "world"),
+    # Among two ranks all go one way each; among four also past others.
+    [
+        pytest.param(k, n, marks=[pytest.mark.slow] * (n == 2 and k not in ("cpu", "xpu")))
+        for k in KINDS
+        for n in (2, 4)
+    ],
+)
 def test_contract(kind: str, world: int) -> None:
     """Case 7 ([13, 13, 15, 15], [3, 5, 2, 4], [3, 0, 2, 4]) and case 8 (inputs unchanged) among others."""
     results = launcher.run_ranks(_contract, world, kind, 0.002, poison=True)

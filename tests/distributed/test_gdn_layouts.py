@@ -31,12 +31,16 @@ def test_layout(name: str, tp: int, dp: int, ep: bool) -> None:
     check(hybrids, name, tp, dp, ep, "cpu", list(LOADS), 0.001)
 
 
-@pytest.mark.parametrize(("name", "tp", "dp", "ep"), [case for case in LAYOUTS if case[2] > 1])
+@pytest.mark.parametrize(
+    ("name", "tp", "dp", "ep"),
+    # The last has what the others have, and ranks of a TP group beside it.
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case != LAYOUTS[-1])) for case in LAYOUTS if case[2] > 1],
+)
 def test_layout_with_xpu_policies(name: str, tp: int, dp: int, ep: bool) -> None:
     check(hybrids, name, tp, dp, ep, "xpu", list(LOADS), 0.001)
 
 
-@pytest.mark.parametrize("policies", ["cpu", "xpu"])
+@pytest.mark.parametrize("policies", [pytest.param("cpu", marks=pytest.mark.slow), "xpu"])  # cpu: in test_layouts.py
 def test_long_delays(policies: str) -> None:
     """The B60 layout and load, each rank late by up to 20 ms before each collective."""
     check(hybrids, "qwen3.5-moe", 2, 2, True, policies, ["b60"], 0.02)

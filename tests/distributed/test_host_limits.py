@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models as tiny
 import torch
 
 from vllm.kernels.cpu import build
@@ -202,13 +203,12 @@ def test_one_processor_gives_one_compiler(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 THREADS = """
 import sys, torch
-sys.path[:0] = sys.argv[2:]
-import tiny_models as tiny
+sys.path[:0] = sys.argv[3:]
 from vllm import LLM
 from vllm.platforms import host_limits
 host_limits._processor_quota = lambda folder: float(sys.argv[1])
 before = torch.get_num_threads()
-llm = LLM(tiny.checkpoint("llama"), skip_tokenizer_init=True, max_model_len=64)
+llm = LLM(sys.argv[2], skip_tokenizer_init=True, max_model_len=64)
 print("threads", before, torch.get_num_threads())
 """
 
@@ -218,7 +218,7 @@ def test_a_quota_of_one_processor_gives_one_thread_and_the_user_s_word_wins() ->
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
 
     def threads(quota: str, **more: str) -> list[str]:
-        command = [sys.executable, "-c", THREADS, quota, *sys.path]
+        command = [sys.executable, "-c", THREADS, quota, tiny.checkpoint("llama"), *sys.path]
         done = subprocess.run(command, env=environment | more, capture_output=True, text=True, timeout=120, check=True)
         return done.stdout.split("threads ")[1].split()
 

@@ -43,7 +43,7 @@ def fed_by_rank(folder: str, tp: int, dp: int, how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["other prompts", "other counts", "other order", "other parameters"])
-@pytest.mark.parametrize(("tp", "dp"), [(2, 1), (2, 2)])
+@pytest.mark.parametrize(("tp", "dp"), [pytest.param(2, 1, marks=pytest.mark.slow), (2, 2)])
 def test_tp_ranks_that_get_different_work_are_named_on_every_rank(tp: int, dp: int, how: str) -> None:
     told = launcher.run_ranks(fed_by_rank, tp * dp, tiny.checkpoint("mixtral"), tp, dp, how)
     for rank, message in enumerate(told):

@@ -137,10 +137,9 @@ class FakeWorker:
         self.finished |= output.finished_req_ids
         self.any_unfinished_across_dp = has_unfinished or self.num_steps <= self.steps_of_other_ranks
         result = ModelRunnerOutput()
-        for request, count in zip(output.requests, output.num_scheduled_tokens, strict=True):
-            done = request.num_computed_tokens + count == request.num_tokens
+        for request, start, done in zip(output.requests, output.num_computed_tokens, output.samples, strict=True):
             result.sampled_token_ids.append([(request.all_token_ids[-1] + 1) % 256] if done else [])
-            if request.sampling_params.prompt_logprobs is not None and request.num_computed_tokens == 0:
+            if request.sampling_params.prompt_logprobs is not None and start == 0:
                 rows = request.prompt_token_ids[1:]
                 result.prompt_logprobs[request.request_id] = LogprobsLists(
                     [[t, 0] for t in rows], [[-0.5, -0.5] for _ in rows], [1 for _ in rows]

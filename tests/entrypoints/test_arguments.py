@@ -206,7 +206,6 @@ def test_compilation_config(tiny_llama: Path, given, expected):
         {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}},
         {"kv_cache_dtype": "fp8_e5m2"},
         {"distributed_executor_backend": "mp"},
-        {"async_scheduling": True},
     ],
 )
 def test_supported_argument_with_an_unsupported_value(tiny_llama: Path, given):
@@ -389,3 +388,32 @@ def test_the_kernels_choose_the_block_size_that_nobody_names(tiny_llama, monkeyp
     monkeypatch.setattr(arg_utils, "preferred_block_size", lambda device_type, head_size, default: 4 * default)
     assert EngineArgs(str(tiny_llama)).create_engine_config().cache_config.block_size == 64
     assert EngineArgs(str(tiny_llama), block_size=8).create_engine_config().cache_config.block_size == 8
+
+
+@pytest.mark.parametrize(
+    ("policies", "given", "expected"),
+    [
+        ("cpu", {}, False),
+        ("cpu", {"async_scheduling": True, "data_parallel_size": 2, "enable_expert_parallel": True}, True),
+        ("cuda", {}, True),
+        ("cuda", {"async_scheduling": False}, False),
+        ("cuda", {"data_parallel_size": 2, "enable_expert_parallel": True}, True),
+        ("xpu", {}, True),
+        ("xpu", {"data_parallel_size": 2}, True),
+        ("xpu", {"enable_expert_parallel": True}, True),
+        ("xpu", {"data_parallel_size": 2, "enable_expert_parallel": True}, False),
+        ("xpu", {"data_parallel_size": 2, "enable_expert_parallel": True, "async_scheduling": True}, True),
+    ],
+)
+def test_async_scheduling_by_platform(tiny_llama: Path, monkeypatch, log, policies, given, expected):
+    monkeypatch.setenv("VLLM_POLICIES", policies)
+    assert EngineArgs(str(tiny_llama), **given).create_engine_config().scheduler_config.async_scheduling is expected
+    told = [record.getMessage() for record in log.records if "async scheduling is off" in record.getMessage()]
+    assert len(told) == (policies == "xpu" and not expected)
+
+
+def test_async_scheduling_gives_way_to_the_nan_trace(tiny_llama: Path, monkeypatch, log):
+    monkeypatch.setenv("VLLM_DEBUG_NAN", "1")
+    config = EngineArgs(str(tiny_llama), async_scheduling=True).create_engine_config()
+    assert not config.scheduler_config.async_scheduling
+    assert "VLLM_DEBUG_NAN=1 checks one step at a time" in log.text

@@ -49,7 +49,7 @@ def parsed(prompts) -> list:
         (5, 6),
         range(5, 7),
         array.array("i", [5, 6]),
-        Series([5, 6]),
+        pytest.param(Series([5, 6]), id="Series"),
         [torch.tensor(5), np.int64(6)],
         [np.array(5), 6],
     ],

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "offline_inference"
-MAX_TOKENS = 24
+MAX_TOKENS = 16
 SCRIPT = EXAMPLES / "xpu_arc_b60_dp_ep.py"
 
 

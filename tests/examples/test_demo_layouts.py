@@ -15,16 +15,19 @@ SHALLOW = 8  # of 30 layers; the mixture computes the dense model's function at 
 LAYOUTS = [
     # TP, DP, EP
     (1, 1, False),
+    (4, 1, True),
+    (2, 2, False),
+    (2, 2, True),
+    (1, 4, True),
+]
+# A tiny mixtral goes through these in every default run, see test_layouts.py.
+MORE_LAYOUTS = [
     (2, 1, False),
     (2, 1, True),
     (1, 2, False),
     (1, 2, True),
     (4, 1, False),
-    (4, 1, True),
-    (2, 2, False),
-    (2, 2, True),
     (1, 4, False),
-    (1, 4, True),
 ]
 
 
@@ -63,7 +66,12 @@ def shallow_texts(dense_folder: str) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize(
     ("tp", "dp", "ep", "policies"),
-    [(*layout, "cpu") for layout in LAYOUTS] + [(2, 2, True, "xpu"), (1, 4, True, "xpu")],
+    [
+        *[(*layout, "cpu") for layout in LAYOUTS],
+        (2, 2, True, "xpu"),
+        *[pytest.param(*layout, "cpu", marks=pytest.mark.slow) for layout in MORE_LAYOUTS],
+        pytest.param(1, 4, True, "xpu", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("layers", [SHALLOW, pytest.param(30, marks=pytest.mark.slow)])
 def test_every_layout_gives_the_dense_models_tokens(

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import subprocess
 
 import poison
 import pytest
@@ -17,13 +15,9 @@ from torch import Tensor
 from vllm.kernels import ops as operators
 from vllm.kernels import quantized, reference
 from vllm.kernels.blocks import UNITS
-from vllm.kernels.cpu import build, ops
 from vllm.kernels.quantized import QuantizedWeight
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _kernels_are_here():
-    assert ops.kernels_available(), "the kernels did not build; see the log"
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 def expected(x: Tensor, weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
@@ -141,23 +135,3 @@ def test_coarse_grids_move_little(format):
 def test_what_has_no_panels_stays_plain():
     weight = dataclasses.replace(random_blocks("q4_k", 130, 256), activations="int8")
     assert operators.pack_quantized_weight(weight) is weight
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", ["-march=x86-64", "-march=x86-64-v3"])
-def test_processors_with_less(flags, tmp_path, monkeypatch):
-    options = [flag for flag in build.FLAGS if not flag.startswith(("-O", "-march"))]
-    sources = [str(build.SOURCE_DIR / name) for name in ("linear.cpp", "quantized.cpp", "kernels.cpp", "pool.cpp")]
-    subprocess.run(["g++", "-O1", flags, *options, "-shared", *sources, "-o", str(tmp_path / "k.so")], check=True)
-    library = ctypes.CDLL(str(tmp_path / "k.so"))
-    for name in (name for name in ops._FUNCTIONS if hasattr(library, name)):
-        getattr(library, name).argtypes = [ctypes.c_char_p]
-    library.vc_quantized_panel.restype = ctypes.c_int64
-    monkeypatch.setattr(ops, "_kernels", lambda: library)
-    for format in FORMS:
-        for dtype in DTYPES:
-            weight = random_blocks(format, 150, 256, dtype=dtype)
-            packed, x = pack(weight), wide_rows(19, 256, dtype)
-            got = operators.linear(x, packed, out=torch.empty(19, 150))
-            check(got, *expected(x, weight))
-            assert torch.equal(operators.linear(x[:1], packed, out=torch.empty(1, 150)), got[:1])

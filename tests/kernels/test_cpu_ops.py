@@ -30,22 +30,10 @@ from vllm.kernels import ops as operators
 from vllm.kernels import reference, table
 from vllm.kernels.cpu import build, ops
 
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SUM = 2e-6  # float32 summation, relative to the sum of magnitudes
 NAN = float("nan")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _kernels_are_here():
-    assert ops.kernels_available(), "the kernels did not build; see the log"
-
-
-@pytest.fixture(params=[1, 2, 3])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def assert_close(got: Tensor, want: Tensor, magnitude: Tensor | None = None, roundings: int = 1) -> None:
@@ -561,8 +549,8 @@ def matrix_unit(tmp_path_factory):
         pytest.skip("the matrix unit's panels are those of 512-bit registers")
     folder = tmp_path_factory.mktemp("amx")
     flags = [flag for flag in build.FLAGS if flag != "-O3"]
-    sources = [str(build.SOURCE_DIR / name) for name in ("linear.cpp", "kernels.cpp", "pool.cpp")]
-    command = ["g++", "-O1", *flags, "-DAMX_EMULATED", "-shared", *sources, "-o", str(folder / "amx.so")]
+    sources = [str(build.SOURCE_DIR / f"{name}.cpp") for name in ("linear", "quantized", "kernels", "pool")]
+    command = [build._compiler(), "-O1", *flags, "-DAMX_EMULATED", "-shared", *sources, "-o", str(folder / "amx.so")]
     subprocess.run(command, check=True)
     library = ctypes.CDLL(str(folder / "amx.so"))
     for name in ("vc_pack", "vc_linear", "vc_embedding", "vc_fused_experts"):

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -16,12 +15,13 @@ from safetensors.torch import save_file
 K, INNER, LAYERS, GROUP = 2048, 2048, 24, 128
 
 PEAK = """
-import gc, json, sys
+import gc, sys
 from pathlib import Path
 import torch
 from torch import nn
 from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.quantization import resolve_quantization
+from vllm.model_executor.model_loader.gguf_loader import gguf_tensors, kept_quantised
 from vllm.model_executor.model_loader.weight_utils import (
     freed_memory_goes_back, load_weights, match_specs, read_safetensors)
 from vllm.model_executor.parameter import collect_weight_specs
@@ -32,21 +32,33 @@ def memory(key):
 
 linear.get_tensor_model_parallel_world_size = lambda: 1
 linear.get_tensor_model_parallel_rank = lambda: 0
-folder, K, INNER, LAYERS = Path(sys.argv[1]), *map(int, sys.argv[2:5])
+path, name, K, INNER, LAYERS = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
 model = nn.ModuleList(
-    linear.MergedColumnParallelLinear(K, [INNER] * 2, False, torch.bfloat16, [f"{i}.gate", f"{i}.up"])
+    linear.MergedColumnParallelLinear(
+        K, [INNER] * 2, False, torch.bfloat16, [name.format(i, x) for x in ("gate", "up")])
     for i in range(LAYERS))
 specs = collect_weight_specs(model)
-config = resolve_quantization(None, {"quant_method": "gptq", "bits": 4, "group_size": 128})
+if path.is_dir():
+    config = resolve_quantization(None, {"quant_method": "gptq", "bits": 4, "group_size": 128})
+    read = lambda: config.adapt(read_safetensors(sorted(path.glob("*.safetensors"))), specs)
+else:
+    gguf_tensors(path)  # loads half of transformers
+    read = lambda: kept_quantised(gguf_tensors(path), specs, torch.bfloat16)
 gc.collect()
 Path("/proc/self/clear_refs").write_text("5")
 before = memory("VmRSS")
 with freed_memory_goes_back():
-    stored = config.adapt(read_safetensors(sorted(folder.glob("*.safetensors"))), specs)
-    load_weights(model, match_specs(specs, stored, (), "test"), torch.bfloat16)
-assert all(layer.packed.format == "int4" for layer in model)
-print(json.dumps(memory("VmHWM") - before))
+    load_weights(model, match_specs(specs, read(), (r"embed",), "test"), torch.bfloat16)
+assert all(layer.is_quantized for layer in model)
+print(memory("VmHWM") - before)
 """
+
+
+def peak(path: Path, name: str) -> int:
+    """Bytes of memory that a process takes at most while it loads layers of ``name.format(layer, part)``."""
+    command = [sys.executable, "-c", PEAK, str(path), name, *map(str, (K, INNER, LAYERS))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    return int(done.stdout.splitlines()[-1])
 
 
 def test_peak_is_at_most_one_file_above_the_weights(tmp_path):
@@ -61,44 +73,8 @@ def test_peak_is_at_most_one_file_above_the_weights(tmp_path):
                 tensors[f"{name}.scales"] = torch.rand(K // GROUP, INNER, generator=generator).add(0.1).half()
         save_file(tensors, tmp_path / f"model-{shard}.safetensors")
     sizes = [file.stat().st_size for file in tmp_path.iterdir()]
-    command = [sys.executable, "-c", PEAK, str(tmp_path), *map(str, (K, INNER, LAYERS))]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
-    peak = json.loads(done.stdout)
-    assert 0.9 * sum(sizes) < peak <= sum(sizes) + max(sizes) + (40 << 20), (peak, sizes)
-
-
-GGUF_PEAK = """
-import gc, json, sys
-from pathlib import Path
-import torch
-from torch import nn
-from vllm.model_executor.layers import linear
-from vllm.model_executor.model_loader.gguf_loader import gguf_tensors, kept_quantised
-from vllm.model_executor.model_loader.weight_utils import freed_memory_goes_back, load_weights, match_specs
-from vllm.model_executor.parameter import collect_weight_specs
-
-def memory(key):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
-
-linear.get_tensor_model_parallel_world_size = lambda: 1
-linear.get_tensor_model_parallel_rank = lambda: 0
-file, K, INNER, LAYERS = Path(sys.argv[1]), *map(int, sys.argv[2:5])
-model = nn.ModuleList(
-    linear.MergedColumnParallelLinear(
-        K, [INNER] * 2, False, torch.bfloat16, [f"model.layers.{i}.mlp.{x}_proj" for x in ("gate", "up")])
-    for i in range(LAYERS))
-specs = collect_weight_specs(model)
-gguf_tensors(file)  # loads half of transformers
-gc.collect()
-Path("/proc/self/clear_refs").write_text("5")
-before = memory("VmRSS")
-with freed_memory_goes_back():
-    stored = kept_quantised(gguf_tensors(file), specs, torch.bfloat16)
-    load_weights(model, match_specs(specs, stored, (r"embed",), "test"), torch.bfloat16)
-assert all(layer.is_quantized for layer in model)
-print(json.dumps(memory("VmHWM") - before))
-"""
+    most = peak(tmp_path, "{}.{}")
+    assert 0.9 * sum(sizes) < most <= sum(sizes) + max(sizes) + (40 << 20), (most, sizes)
 
 
 def test_peak_of_a_gguf_file_is_its_size_and_one_layer(tmp_path):
@@ -119,8 +95,5 @@ def test_peak_of_a_gguf_file_is_its_size_and_one_layer(tmp_path):
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        size = file.stat().st_size
-        command = [sys.executable, "-c", GGUF_PEAK, str(file), *map(str, (K, INNER, LAYERS))]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
-        peak = json.loads(done.stdout.splitlines()[-1])
-        assert 0.9 * size < peak <= size + 6 * raw.nbytes + (40 << 20), (kind, peak, size)
+        size, most = file.stat().st_size, peak(file, "model.layers.{}.mlp.{}_proj")
+        assert 0.9 * size < most <= size + 6 * raw.nbytes + (40 << 20), (kind, most, size)

@@ -109,7 +109,14 @@ def test_smollm2(tmp_path, monkeypatch, source, token_ids, float_perplexity, for
     assert got <= GROWTH[format, group] * float_perplexity
 
 
-@pytest.mark.parametrize("kinds", ["as it is", "Q4_0", "Q8_0", "Q4_K and Q5_0", "Q5_K and Q5_1", "Q6_K and Q4_1"])
+# Each kind is decoded in test_gguf.py and multiplied in test_cpu_blocks.py by default; here, the file and a mixed one.
+MORE_KINDS = ["Q4_0", "Q8_0", "Q5_K and Q5_1", "Q6_K and Q4_1"]
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    ["as it is", "Q4_K and Q5_0", *[pytest.param(kinds, marks=pytest.mark.slow) for kinds in MORE_KINDS]],
+)
 def test_smollm2_in_gguf(tmp_path, source, token_ids, float_perplexity, kinds):
     """Kinds of 256 columns where these are whole (``down_proj``), the other elsewhere, as released files have them."""
     from smollm2 import gguf_file

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ def start(tp: int, dp: int, options: dict[str, Any] | None = None, **more: Any) 
     return AsyncLLM.from_engine_args(EngineArgs(**arguments(tp, dp), **more), **options or {})
 
 
-@contextmanager
+@contextlib.contextmanager
 def environment(**variables: str) -> Iterator[None]:
     before = dict(os.environ)
     os.environ.update(variables)
@@ -99,7 +99,15 @@ def alive(pid: int) -> bool:
         return False
 
 
+def thread_names(pid: int) -> list[str]:
+    return [(task / "comm").read_text().strip() for task in Path(f"/proc/{pid}/task").iterdir()]
+
+
 def cpu_seconds(pid: int) -> float:
+    """Of all threads that the process has now, to the nanosecond where the kernel counts so."""
+    tasks = list(Path(f"/proc/{pid}/task").iterdir())
+    with contextlib.suppress(FileNotFoundError):
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

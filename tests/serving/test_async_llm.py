@@ -210,28 +210,41 @@ def test_ids_in_use_are_refused(llm: AsyncLLM) -> None:
 
 
 def test_idle_ranks_sleep_and_wake_at_once(llm: AsyncLLM) -> None:
+    """Other programs only add to what a look around costs and how long a wake takes: the quietest of several counts."""
     pids = [pid for name, pid in served.processes(llm).items() if name != "agent"]
     if len(pids) == 1:
         pytest.skip("several ranks do more while idle")
+    # Each of its threads looks around a hundred times a second.
+    assert [served.thread_names(pid).count("gloo_tcp_loop") for pid in pids] == [1] * len(pids)
+
+    async def share() -> float:
+        used, began = [served.cpu_seconds(pid) for pid in pids], time.monotonic()
+        await asyncio.sleep(1)
+        seconds = time.monotonic() - began
+        return max((served.cpu_seconds(pid) - before) / seconds for pid, before in zip(pids, used, strict=True))
+
+    async def wake(number: int) -> tuple[float, float]:
+        """Seconds from the request at its rank to its first step, and from the front end to its first token."""
+        await asyncio.sleep(0.3)
+        began = time.perf_counter()
+        stream = llm.generate(served.prompt(3), served.greedy(1), f"wake-{number}")
+        *_, last = [output async for output in stream]
+        return last.metrics.scheduled_ts - last.metrics.queued_ts, time.perf_counter() - began
 
     async def check() -> None:
         await served.tokens(llm, 5, 2, "before")
         await served.until(lambda: all(stats["running"] == 0 for stats in llm.stats()))
         await asyncio.sleep(6)  # the watchdog looks less often by then
-        steps, used = [stats["steps"] for stats in llm.stats()], [served.cpu_seconds(pid) for pid in pids]
-        await asyncio.sleep(4)
+        steps, shares = [stats["steps"] for stats in llm.stats()], [await share()]
+        while min(shares) > 0.008 and len(shares) < 8:
+            shares.append(await share())
         assert [stats["steps"] for stats in llm.stats()] == steps
-        shares = [(served.cpu_seconds(pid) - before) / 4 for pid, before in zip(pids, used, strict=True)]
-        # 1 % where nothing else runs: on a busy machine each look around costs more.
-        assert max(shares) < 0.02, f"idle ranks use {shares} of a core"
-        waits = []
-        for number in range(5):
-            await asyncio.sleep(0.3)
-            began = time.perf_counter()
-            await served.tokens(llm, 3, 1, f"wake-{number}")
-            waits.append(time.perf_counter() - began)
-        assert statistics.median(waits) < 1.0, f"from idle to the first token: {waits} s"
-        print(f"idle share {max(shares):.4f}, idle to first token {statistics.median(waits):.4f} s")
+        assert min(shares) < 0.01, f"idle ranks use {shares} of a core"
+        to_step, to_token = zip(*[await wake(number) for number in range(10)], strict=True)
+        print(f"idle share {min(shares):.4f}; seconds to the first step {to_step}, to the first token {to_token}")
+        assert min(to_step) < 0.02, f"from idle to the first step: {to_step} s"
+        assert statistics.median(to_step) < 0.1, f"from idle to the first step: {to_step} s"
+        assert min(to_token) < 0.2, f"from idle to the first token: {to_token} s"
 
     asyncio.run(check())
 

@@ -15,6 +15,7 @@ and split it. All DP ranks agree in the step's one reduction whether they replay
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from vllm.compilation.recording import (
 )
 from vllm.config import CUDAGraphMode
 from vllm.kernels.cpu import records
-from vllm.logger import init_logger
+from vllm.logger import init_logger, log_once
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.transfers import is_host
 from vllm.v1.worker.batch_plan import BatchPlan
@@ -151,6 +152,7 @@ class StepGraphs:
         if self.mode is not CUDAGraphMode.NONE and not is_host(runner.device):
             self.pool = DevicePool(runner.device)
         self.steps: dict[int, CapturedStep] = {}
+        self._hooks: list[Any] = []
         self.decode_only = self.mode is CUDAGraphMode.FULL_DECODE_ONLY
         self.given = config.compilation_config.cudagraph_capture_sizes
         self.saves_padding = is_host(runner.device) and not self.given
@@ -161,7 +163,7 @@ class StepGraphs:
         """The highest mode that this rank could run ``step`` in, or CAPTURE; see ``DPVote``."""
         if self.is_stale:
             return CAPTURE if len(self.runner.input_batch.row_of) == len(step.started) else CUDAGraphMode.NONE
-        if not self.steps:
+        if not self.steps or self._is_hooked():
             return CUDAGraphMode.NONE
         num_tokens, scheduled = step.total_num_scheduled_tokens, step.num_scheduled_tokens
         if num_tokens:
@@ -181,6 +183,12 @@ class StepGraphs:
         """New weights are in the place of the old ones, or else all is captured anew."""
         if self.steps and self._weights != weight_places(self.runner.model):
             self.forget()
+
+    def _is_hooked(self) -> bool:
+        """Hooks of the model's modules are called in eager steps only."""
+        if hooked := any(self._hooks):
+            log_once(logger, logging.INFO, "steps run eagerly while the model's modules have forward hooks")
+        return hooked
 
     @property
     def is_on(self) -> bool:
@@ -219,7 +227,8 @@ class StepGraphs:
         """
         self.forget()
         self.is_stale = False
-        if self.is_on:
+        self._hooks = [h for m in self.runner.model.modules() for h in (m._forward_hooks, m._forward_pre_hooks)]
+        if self.is_on and not self._is_hooked():
             with without_garbage():
                 self._capture_all(self.sizes())
             self._weights = weight_places(self.runner.model)
@@ -396,6 +405,7 @@ class StepGraphs:
                 runner.buffers.positions.fill(positions, size),
                 runner.fill_metadata(plan, trial.scheduled, trial.seq_lens, rows, table, slots, states),
             )
+        runner.stream.wait()
         read = {name: x for name, x in _tensors(inputs).items() if name != "block_table"}
         read["block_table"] = inputs.common.block_table[:, : max(columns.max(initial=0), 1)]
         if left := runner.buffers.not_filled(read):
@@ -438,10 +448,9 @@ def weight_places(model: torch.nn.Module) -> list[int]:
 
 
 def _tensors(inputs: ModelInputs) -> dict[str, torch.Tensor]:
-    found, device = {"input_ids": inputs.input_ids, **vars(inputs.common)}, inputs.input_ids.device
-    found["positions"] = inputs.positions
-    # The host's copies are in the staging memory of one step or the other.
-    return {name: x for name, x in found.items() if isinstance(x, torch.Tensor) and x.device == device}
+    """Those that a captured step may read: the host's are for what prepares it, and may take turns."""
+    found = {"input_ids": inputs.input_ids, "positions": inputs.positions, **vars(inputs.common)}
+    return {name: x for name, x in found.items() if isinstance(x, torch.Tensor) and not name.endswith("_cpu")}
 
 
 def _places(inputs: ModelInputs) -> dict[str, Any]:

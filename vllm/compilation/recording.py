@@ -232,16 +232,23 @@ class Recorder(TorchDispatchMode):
         name = getattr(function, "__qualname__", repr(function))
         given, layer = _described((name, args, kwargs)), self._layer()
         frozen_args, frozen_kwargs = self._frozen(list(args)), self._frozen(kwargs)
+        given_leaves, frozen_leaves = tree_leaves((args, kwargs)), tree_leaves((frozen_args, frozen_kwargs))
+        originals = {id(frozen): x for x, frozen in zip(given_leaves, frozen_leaves, strict=True)}
+
+        def call() -> Any:
+            self._set_layer(layer)
+            return function(*frozen_args, **frozen_kwargs)
+
         self.is_paused = True
         try:
-            result = function(*args, **kwargs)
-            mine = self._results(result, (args, kwargs))
-
-            def call() -> Any:
-                self._set_layer(layer)
-                return function(*frozen_args, **frozen_kwargs)
-
-            return self._computed(name, given, call, result, mine)
+            # Of aliases: another thread, such as Gloo's, may let go of its arguments later than the call returns.
+            result = call()
+            mine = [
+                None if id(x) in originals or not isinstance(x, torch.Tensor) else self._pooled(x)
+                for x in tree_leaves(result)
+            ]
+            made = self._computed(name, given, call, result, mine)
+            return tree_map(lambda x: originals.get(id(x), x) if isinstance(x, torch.Tensor) else x, made)
         finally:
             self.is_paused = False
 

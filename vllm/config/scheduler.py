@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """``max_num_batched_tokens`` bounds the tokens of a step, ``max_num_seqs`` its requests."""
+    """``max_num_batched_tokens`` bounds the tokens of a step, ``max_num_seqs`` its requests. ``async_scheduling``: a
+    step is scheduled and launched before the one before it has ended."""
 
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 128

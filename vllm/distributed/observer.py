@@ -187,7 +187,7 @@ class record_collective:
     def _record(self) -> CollectiveRecord:
         op, group, ranks, rank, tensors, path, sizes = self._args
         return CollectiveRecord(
-            forward_context.current_step,
+            forward_context.place.step,
             self._seq,
             op,
             group,
@@ -198,7 +198,7 @@ class record_collective:
             tuple([tuple(t.shape) for t in tensors]),
             tuple([_dtype_name(t.dtype) for t in tensors]),
             sum([t.nbytes for t in tensors]),
-            forward_context.current_layer,
+            forward_context.place.layer,
         )
 
     def __enter__(self) -> None:

@@ -90,6 +90,7 @@ class GroupCoordinator:
         self.device_group = device_group
         self.cpu_group = cpu_group
         self.device_communicator = device_communicator
+        self.cpu_name = unique_name  # of the twin, where it is in collectives while the device group is
         self.all2all_manager: AgRsAll2AllManager | None = None
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
@@ -125,14 +126,14 @@ class GroupCoordinator:
     def cpu_all_reduce(self, input_: torch.Tensor, op: str = "cpu_all_reduce") -> torch.Tensor:
         """Sum a host tensor over the CPU twin, in place; returns it. ``op`` names it in the ledger."""
         if self.world_size > 1:
-            with record_collective(op, self.unique_name, self.ranks, self.rank, [input_]):
+            with record_collective(op, self.cpu_name, self.ranks, self.rank, [input_]):
                 wait_for(dist.all_reduce(input_, group=self.cpu_group, async_op=True), self.cpu_group)
         return input_
 
     def cpu_broadcast(self, input_: torch.Tensor, op: str = "cpu_broadcast") -> torch.Tensor:
         """A host tensor of the group's first rank over the CPU twin, in place; returns it."""
         if self.world_size > 1:
-            with record_collective(op, self.unique_name, self.ranks, self.rank, [input_]):
+            with record_collective(op, self.cpu_name, self.ranks, self.rank, [input_]):
                 work = dist.broadcast(input_, src=self.ranks[0], group=self.cpu_group, async_op=True)
                 wait_for(work, self.cpu_group)
         return input_
@@ -191,6 +192,11 @@ class GroupCoordinator:
         )
         return self.all2all_manager
 
+    def separate_twin(self, cpu_group: ProcessGroup | None) -> None:
+        """From here on collectives of host tensors run on ``cpu_group`` and none of the device's does, so that a thread
+        may be in one of each."""
+        self.cpu_group, self.cpu_name = cpu_group, f"{self.unique_name}:cpu"
+
     def destroy(self) -> None:
         for group in (self.device_group, self.cpu_group):
             if _exists(group):
@@ -206,6 +212,7 @@ _COMMUNICATORS: dict[str, type[DeviceCommunicatorBase]] = {
 
 _groups: dict[str, GroupCoordinator] = {}
 _own_default_group: ProcessGroup | None = None
+_gloo_devices: list[Any] = []
 _platform: Platform | None = None
 _local: tuple[int, int] | None = None
 _store: dist.Store | None = None
@@ -412,13 +419,14 @@ def _join(
         platform.import_dist_backend()
         if not dist.is_initialized():
             # Of all that were launched, whatever a replica is: a trainer that asks later must not find less.
-            dist.init_process_group(
-                backend or platform.group_backend,
-                store=store,
-                world_size=world_size,
-                rank=rank,
-                timeout=timedelta(seconds=_RENDEZVOUS_S),  # no collective runs on this group
-            )
+            with _sharing_a_gloo_thread():
+                dist.init_process_group(
+                    backend or platform.group_backend,
+                    store=store,
+                    world_size=world_size,
+                    rank=rank,
+                    timeout=timedelta(seconds=_RENDEZVOUS_S),  # no collective runs on this group
+                )
             _own_default_group = dist.group.WORLD
     if size < world_size:
         logger.info("replica %d of %d, each of %d rank(s)", rank // size, len(_replicas), size)
@@ -450,6 +458,30 @@ def _locate(place: launchers.Place) -> tuple[int, int]:
     return here.index(place.rank) if place.local_rank is None else place.local_rank, len(here)
 
 
+@contextlib.contextmanager
+def _sharing_a_gloo_thread() -> Iterator[None]:
+    """Have the Gloo groups that are made within use one network device: each device has a thread that looks around a
+    hundred times a second, which is most of what an idle rank does."""
+    owner: Any = dist.distributed_c10d
+    kind: Any = owner.ProcessGroupGloo
+
+    class SharingGloo(kind):  # type: ignore[misc]
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+            if not _gloo_devices:
+                names = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+                found = [kind.create_device(interface=name) for name in names]
+                _gloo_devices.extend(found or [kind.create_default_device()])
+            options = kind._Options()
+            options._devices, options._threads, options._timeout = _gloo_devices, 2 * len(_gloo_devices), timeout
+            super().__init__(store, rank, size, options)
+
+    owner.ProcessGroupGloo = SharingGloo
+    try:
+        yield
+    finally:
+        owner.ProcessGroupGloo = kind
+
+
 def _make_group(
     kind: str, rank_lists: list[list[int]], rank: int, device: torch.device, backend: str | None
 ) -> GroupCoordinator:
@@ -459,9 +491,10 @@ def _make_group(
     for index, ranks in enumerate(rank_lists):
         device_group = cpu_group = None
         if len(ranks) > 1:
-            device_group = cpu_group = dist.new_group(ranks, timeout=collective_timeout(), backend=backend)
-            if backend != "gloo":  # each Gloo group has a thread that looks around a hundred times a second
-                cpu_group = dist.new_group(ranks, timeout=collective_timeout(), backend="gloo")
+            with _sharing_a_gloo_thread():
+                device_group = cpu_group = dist.new_group(ranks, timeout=collective_timeout(), backend=backend)
+                if backend != "gloo":
+                    cpu_group = dist.new_group(ranks, timeout=collective_timeout(), backend="gloo")
         if rank in ranks:
             mine = (f"{kind}:{index}", ranks, device_group, cpu_group)
     name, ranks, device_group, cpu_group = mine
@@ -490,17 +523,35 @@ def initialize_model_parallel(
     if model_parallel_is_initialized():
         raise ValueError("the model parallel groups exist already: call destroy_model_parallel() first")
     _check_same_layout(world, tp, dp, enable_expert_parallel)
+    for kind, rank_lists in _layouts(tp, dp, enable_expert_parallel).items():
+        _groups[kind] = _make_group(kind, rank_lists, world.rank, world.device, backend)
+    assert _platform is not None
+    ep = _groups["ep"]
+    ep.all2all_manager = AgRsAll2AllManager(ep, _groups["dp"], _groups["tp"], barrier=_platform.policies.moe_barrier)
+
+
+def _layouts(tp: int, dp: int, enable_expert_parallel: bool) -> dict[str, list[list[int]]]:
+    """Kind of group → the ranks of each group of all replicas."""
     layouts = {
         "tp": [[d * tp + t for t in range(tp)] for d in range(dp)],
         "dp": [[d * tp + t for d in range(dp)] for t in range(tp)],
         "ep": [list(range(tp * dp))] if enable_expert_parallel else [[r] for r in range(tp * dp)],
     }
-    for kind, places in layouts.items():
-        rank_lists = [[ranks[place] for place in group] for ranks in _replicas for group in places]
-        _groups[kind] = _make_group(kind, rank_lists, world.rank, world.device, backend)
-    assert _platform is not None
-    ep = _groups["ep"]
-    ep.all2all_manager = AgRsAll2AllManager(ep, _groups["dp"], _groups["tp"], barrier=_platform.policies.moe_barrier)
+    return {
+        kind: [[ranks[place] for place in group] for ranks in _replicas for group in places]
+        for kind, places in layouts.items()
+    }
+
+
+def _separate_twins(tp: int, dp: int) -> None:
+    """Give the groups that agree on steps a Gloo twin of their own; every rank calls it."""
+    for kind, rank_lists in _layouts(tp, dp, False).items():
+        group = _get(kind)
+        if kind != "ep" and group.world_size > 1 and group.cpu_group is group.device_group:
+            for ranks in rank_lists:  # all ranks make all groups
+                made = dist.new_group(ranks, timeout=collective_timeout(), backend="gloo")
+                if ranks == group.ranks:
+                    group.separate_twin(made)
 
 
 @contextlib.contextmanager
@@ -608,10 +659,13 @@ class GroupLease:
         data_parallel_size: int,
         enable_expert_parallel: bool,
         replicas: bool = False,
+        separate_twins: bool = False,
     ) -> None:
         """Make the groups, or check that those that exist have these sizes; see :func:`initialize_model_parallel`.
 
         ``replicas``: more ranks may have been launched; every so many consecutive ones are a replica.
+        ``separate_twins``: host and device are in collectives of the DP and TP groups at one time, also where both
+        are Gloo's.
         """
         global _made_for_engines
         _drop_stale_groups()
@@ -628,6 +682,8 @@ class GroupLease:
                 check_world_size(place.world_size, tensor_parallel_size, data_parallel_size, replicas)
                 _join(place, replica_size=size)
             ensure_model_parallel_initialized(tensor_parallel_size, data_parallel_size, enable_expert_parallel)
+            if separate_twins:
+                _separate_twins(tensor_parallel_size, data_parallel_size)
         except BaseException:
             if fresh:
                 _drop_groups()
@@ -667,6 +723,7 @@ def _drop_groups() -> None:
     destroy_model_parallel()
     if "world" in _groups:
         _groups.pop("world").destroy()
+    _gloo_devices.clear()
     if len(_replicas) <= 1:
         _drop_default_group()
     _made_for_engines = False

@@ -248,7 +248,8 @@ class EngineArgs:
     - ``compilation_config``: ``cudagraph_mode`` and ``cudagraph_capture_sizes``.
     - ``generation_config``: ``auto`` (the model's sampling defaults), ``vllm`` (neutral ones) or a folder.
     - ``override_generation_config``: sampling defaults over those.
-    - ``async_scheduling``: not supported; false or nothing.
+    - ``async_scheduling``: schedule and launch a step while the one before still runs; on on CUDA, and on XPU unless DP
+      ranks exchange tokens.
 
     Raises ``TypeError`` for unknown arguments, naming the nearest, and ``NotImplementedError`` for those of upstream's
     that this engine does not have.
@@ -349,10 +350,9 @@ class EngineArgs:
 
     def create_engine_config(self) -> VllmConfig:
         """Everything resolved and checked, nothing allocated. Raises ``ValueError`` with the values and the remedy."""
-        if self.async_scheduling:
-            raise NotImplementedError("async_scheduling=True is not supported; leave it out")
         warn_of_unread()
         model_config = self.create_model_config()
+        dp_size = launchers.data_parallel_size(self.data_parallel_size, self.tensor_parallel_size)
         return VllmConfig(
             model_config=model_config,
             cache_config=CacheConfig(
@@ -365,12 +365,12 @@ class EngineArgs:
             ),
             parallel_config=ParallelConfig(
                 tensor_parallel_size=self.tensor_parallel_size,
-                data_parallel_size=launchers.data_parallel_size(self.data_parallel_size, self.tensor_parallel_size),
+                data_parallel_size=dp_size,
                 enable_expert_parallel=self.enable_expert_parallel,
                 distributed_executor_backend=self.distributed_executor_backend,
                 eplb_step_interval=self._eplb_step_interval(),
             ),
-            scheduler_config=self._scheduler_config(model_config.max_model_len),
+            scheduler_config=self._scheduler_config(model_config.max_model_len, dp_size),
             compilation_config=self._compilation_config(),
             disable_log_stats=self.disable_log_stats,
         )
@@ -408,7 +408,19 @@ class EngineArgs:
             return False
         return self.enable_prefix_caching is not False
 
-    def _scheduler_config(self, max_model_len: int) -> SchedulerConfig:
+    def _async_scheduling(self, dp_size: int) -> bool:
+        policies, wanted = current_platform.policies, self.async_scheduling
+        over_dp_ep = dp_size > 1 and self.enable_expert_parallel
+        if wanted is None and policies.async_scheduling and over_dp_ep and not policies.async_over_dp_ep:
+            logger.info("async scheduling is off where DP ranks exchange tokens; async_scheduling=True sets it on")
+            wanted = False
+        wanted = policies.async_scheduling if wanted is None else wanted
+        if wanted and envs.VLLM_DEBUG_NAN.strip() not in ("", "0"):
+            logger.info("async scheduling is off: VLLM_DEBUG_NAN=%s checks one step at a time", envs.VLLM_DEBUG_NAN)
+            wanted = False
+        return wanted
+
+    def _scheduler_config(self, max_model_len: int, dp_size: int) -> SchedulerConfig:
         """A limit that was not given gives way to one that was."""
         chunked = self.enable_chunked_prefill is not False
         seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
@@ -416,7 +428,12 @@ class EngineArgs:
             tokens = max(SchedulerConfig.max_num_batched_tokens, seqs or 0, 0 if chunked else max_model_len)
         if seqs is None:
             seqs = min(SchedulerConfig.max_num_seqs, tokens)
-        return SchedulerConfig(max_num_batched_tokens=tokens, max_num_seqs=seqs, enable_chunked_prefill=chunked)
+        return SchedulerConfig(
+            max_num_batched_tokens=tokens,
+            max_num_seqs=seqs,
+            enable_chunked_prefill=chunked,
+            async_scheduling=self._async_scheduling(dp_size),
+        )
 
     def _compilation_config(self) -> CompilationConfig:
         given = self.compilation_config

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vllm.compilation.recording import outside
 from vllm.kernels.padding import PAD_EXPERT
 from vllm.kernels.quantized import QuantizedWeight, dequantize, round_activations
 from vllm.kernels.reference_gdn import GDNWeights, delta_rule_chunked, gated_delta_net_ref
@@ -110,6 +111,7 @@ def rotary_embedding(
         x[..., of_a], x[..., of_b] = (a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)
 
 
+@outside
 def reshape_and_cache(
     k_TJD: Tensor,
     v_TJD: Tensor | None,
@@ -133,6 +135,7 @@ def reshape_and_cache(
         value_cache[block, :, offset] = stored(v_TJD[real], v_scale)
 
 
+@outside
 def paged_attention(
     q_THD: Tensor,
     key_cache: Tensor,
@@ -207,6 +210,7 @@ def _rows_at_once(num_heads: int, length: int) -> int:
     return max(_MOST_SCORES // (num_heads * length), 1)
 
 
+@outside
 def fused_experts(
     x_TD: Tensor,
     w13: PackedExperts,
@@ -224,6 +228,7 @@ def fused_experts(
     return _experts(product, x_TD, w13, w2, topk_ids_TS, topk_weights_TS, out, b13, b2, activation)
 
 
+@outside
 def quantized_experts(
     x_TD: Tensor,
     w13: QuantizedWeight,
@@ -325,6 +330,7 @@ def _shares(
     return weights.masked_fill(padding, 0), ids.int().masked_fill_(padding, PAD_EXPERT)
 
 
+@outside
 def gated_delta_net(
     x_TN: Tensor,
     weights: GDNWeights,

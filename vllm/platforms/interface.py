@@ -28,12 +28,16 @@ class ParallelPolicies:
         moe_barrier: device barrier before each MoE collective (``VLLM_MOE_BARRIER``).
         ordered_sums: sums over ranks in rank order, so that a row's result does not depend on its place in the batch
             (``VLLM_ORDERED_SUMS``).
+        async_scheduling: steps are scheduled ahead where the argument of that name does not say.
+        async_over_dp_ep: and where DP ranks exchange tokens, too.
     """
 
     communicator: str
     pad_dp_to_max: bool
     moe_barrier: bool
     ordered_sums: bool
+    async_scheduling: bool
+    async_over_dp_ep: bool
 
 
 _VARIABLES = {
@@ -43,9 +47,9 @@ _VARIABLES = {
 }
 
 POLICIES: dict[str, ParallelPolicies] = {
-    "cpu": ParallelPolicies("cpu", False, False, True),
-    "cuda": ParallelPolicies("cuda", False, False, False),
-    "xpu": ParallelPolicies("xpu", True, True, False),
+    "cpu": ParallelPolicies("cpu", False, False, True, False, False),
+    "cuda": ParallelPolicies("cuda", False, False, False, True, True),
+    "xpu": ParallelPolicies("xpu", True, True, False, True, False),
 }
 
 

@@ -55,6 +55,10 @@ class Request:
     was queued, and waited ``queued_seconds`` for its first step. The sampler's: ``drawn_seed``, drawn once for a
     request that has no seed of its own, so that a preemption does not change its random stream. ``matcher`` knows which
     tokens the request's grammar allows next, if it has one.
+
+    Where steps are scheduled ahead, ``num_in_flight`` further tokens are sampled by steps that the scheduler has not
+    taken in, and ``num_computed_tokens`` counts what these run. ``reads_tokens``: what is sampled next depends on the
+    tokens in a way that the host works out (grammar, penalties, bad words), so none may be in flight.
     """
 
     request_id: str
@@ -77,10 +81,16 @@ class Request:
     queued_ts: float = 0.0
     queued_seconds: float = 0.0
     matcher: Matcher | None = None
+    num_in_flight: int = 0
+    reads_tokens: bool = field(init=False)
     all_token_ids: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.all_token_ids = list(self.prompt_token_ids)
+        params = self.sampling_params
+        self.reads_tokens = (
+            params.structured_outputs is not None or params.is_penalised or bool(params.bad_words_token_ids)
+        )
 
     @property
     def num_prompt_tokens(self) -> int:

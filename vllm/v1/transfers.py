@@ -1,18 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies between host and device for which the host does not wait, unless it says so.
+"""Work and copies between host and device for which the host does not wait, unless it says so.
 
 A copy that does not block needs pinned memory, and reads or writes it some time later: until then nothing else may
-touch that memory. On CPU host and device are one, and nothing here copies or waits.
+touch that memory. On CPU host and device are one, and nothing here copies or waits, unless steps are scheduled ahead:
+then a thread stands for the device (:class:`ThreadStream`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import atexit
+import threading
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import Any, overload
 
 import numpy as np
 import torch
+
+from vllm.forward_context import working
+
+# An engine that ends waits so long for work that nobody asks for any more.
+_LAST_WORK_S = 5.0
 
 
 def is_host(device: torch.device) -> bool:
@@ -33,15 +43,116 @@ def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return values if is_host(device) else values.pin_memory().to(device, non_blocking=True)
 
 
-class Staging:
-    """Which of ``num_sets`` sets of pinned memory a step's inputs are written to.
+class _Passed:
+    """An event of work that is done when its call returns."""
 
-    The copies of the last step may be pending while the next one is prepared, so they take turns: a set is written
-    again two steps later, and not before its copies are done. On CPU there is one set, the memory of the step itself.
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Stream:
+    """What is launched for ``device`` and done in the order of launching, step after step.
+
+    So a step may use what an earlier one still writes or reads: a token that it samples, a cache block or a state slot
+    that its requests gave back. Here that is the device's own stream, on which each call of torch queues its work; on
+    CPU the calls do the work. ``is_late``: work may be done after its launch, and what it reads stays until then.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._copied = [] if is_host(device) else [make_event(device), make_event(device)]
+        self.device, self.is_late = device, not is_host(device)
+
+    def launch(self, work: Callable[[], Any]) -> None:
+        work()
+
+    def make_event(self) -> Any:
+        return make_event(self.device) if self.is_late else _Passed()
+
+    def wait(self) -> None:
+        """Until all that was launched is done."""
+        event = self.make_event()
+        event.record()
+        event.synchronize()
+
+    def close(self) -> None: ...
+
+
+class ThreadStream(Stream):
+    """The CPU as a device that is late: one thread does the work, while the caller prepares what comes next.
+
+    Work that fails is the last that is done; whoever waits for it or for later work gets the exception.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.is_late = True
+        self.queue: SimpleQueue[Any] = SimpleQueue()
+        self._errors: list[BaseException] = []
+        thread = threading.Thread(target=_work, args=(self.queue, self._errors), name="vllm-stream", daemon=True)
+        thread.start()
+        self.close = weakref.finalize(self, _end, self.queue, thread)  # type: ignore[method-assign]
+        atexit.register(
+            self.close
+        )  # before the groups go, which were made before: the last step may be in a collective
+
+    def launch(self, work: Callable[[], Any]) -> None:
+        self.queue.put(work)
+
+    def make_event(self) -> Any:
+        return _ThreadEvent(self)
+
+    def check(self) -> None:
+        if self._errors:
+            raise self._errors[0]
+
+
+class _ThreadEvent:
+    def __init__(self, stream: ThreadStream) -> None:
+        self._stream = stream
+        self._passed: threading.Event | None = None
+
+    def record(self) -> None:
+        self._passed = threading.Event()
+        self._stream.queue.put(self._passed)
+
+    def synchronize(self) -> None:
+        if self._passed is not None:
+            self._passed.wait()
+            self._stream.check()
+
+
+def _work(queue: SimpleQueue[Any], errors: list[BaseException]) -> None:
+    with torch.inference_mode():
+        while (work := queue.get()) is not None:
+            if isinstance(work, threading.Event):
+                work.set()
+            elif not errors:
+                try:
+                    with working():
+                        work()
+                except BaseException as error:  # it is raised where somebody waits
+                    errors.append(error)
+            del work  # and all that it holds
+
+
+def _end(queue: SimpleQueue[Any], thread: threading.Thread) -> None:
+    """Once what was launched is done, for a moment at most: it may wait for a peer that never comes."""
+    queue.put(None)
+    if thread is not threading.current_thread():
+        thread.join(_LAST_WORK_S)
+
+
+class Staging:
+    """Which of ``num_sets`` sets of memory a step's inputs are written to.
+
+    The copies of the last step may be pending while the next one is prepared, so they take turns: a set is written
+    again two steps later, and not before its copies are done. Where work is done at once there is one set, the memory
+    of the step itself.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self._copied = [stream.make_event(), stream.make_event()] if stream.is_late else []
         self.num_sets, self.current = max(len(self._copied), 1), 0
         self.is_open = not self._copied
 
@@ -62,21 +173,19 @@ class Staging:
 
 
 class PersistentBuffer:
-    """Host arrays, one for each of the sets of ``staging``, and their device tensor of ``rows`` rows; on CPU they are
-    the same memory."""
+    """Host arrays, one for each of the sets of ``staging``, and their device tensor of ``rows`` rows; the same memory
+    where work is done at once."""
 
-    def __init__(
-        self, rows: int, dtype: torch.dtype, pad_value: int, staging: Staging, device: torch.device, width: int = 0
-    ) -> None:
-        shape = (rows, width) if width else (rows,)
+    def __init__(self, rows: int, dtype: torch.dtype, pad_value: int, staging: Staging, width: int = 0) -> None:
+        shape, device = (rows, width) if width else (rows,), staging.stream.device
         self.pad_value, self.staging = pad_value, staging
         self._hosts = [
             torch.full(shape, pad_value, dtype=dtype, device="cpu", pin_memory=not is_host(device))
             for _ in range(staging.num_sets)
         ]
         self._arrays = [host.numpy() for host in self._hosts]
-        self._is_shared = is_host(device)
-        self.device = self._hosts[0] if self._is_shared else self._hosts[0].to(device)
+        self._is_shared = not staging.stream.is_late
+        self.device = self._hosts[0] if self._is_shared else self._hosts[0].to(device, copy=True)
 
     @property
     def host(self) -> torch.Tensor:
@@ -118,21 +227,25 @@ class PersistentBuffer:
         written[num_unpadded:] = self.pad_value
         if not self._is_shared:
             packed = self.host.view(-1)[: num_padded * num_columns].view(num_padded, num_columns)
-            target.copy_(packed.to(target.device, non_blocking=True))
+            self.staging.stream.launch(lambda: target.copy_(packed.to(target.device, non_blocking=True)))
         return target
 
     def upload(self, num_rows: int) -> torch.Tensor:
         """The device's view of rows [0, num_rows), as ``array`` has them."""
+        target, source = self.device[:num_rows], self.host[:num_rows]
         if not self._is_shared:
-            self.device[:num_rows].copy_(self.host[:num_rows], non_blocking=True)
-        return self.device[:num_rows]
+            self.staging.stream.launch(lambda: target.copy_(source, non_blocking=True))
+        return target
 
 
 class HostCopies:
-    """What a step brings to the host: ``add`` queues a copy, and all of them are there after one ``wait``."""
+    """What a step brings to the host: ``add`` queues a copy, and after ``wait`` all are there that were added before
+    ``close``."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._are_pending = device, False
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._event: Any = None
+        self._are_pending = stream.is_late and is_host(stream.device)  # there all results are the thread's
 
     @overload
     def add(self, tensor: torch.Tensor) -> torch.Tensor: ...
@@ -141,16 +254,18 @@ class HostCopies:
 
     def add(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
         """The host's copy, not to be read before ``wait``; None of None."""
-        if tensor is None or is_host(self._device):
+        if tensor is None or is_host(self._stream.device):
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         host.copy_(tensor, non_blocking=True)
         self._are_pending = True
         return host
 
-    def wait(self) -> None:
+    def close(self) -> None:
         if self._are_pending:
-            self._are_pending = False
-            event = make_event(self._device)
-            event.record()
-            event.synchronize()
+            self._event = self._stream.make_event()
+            self._event.record()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()

@@ -38,11 +38,11 @@ def between_nans(T: int, H: int, D: int, dtype: torch.dtype, device: str) -> Ten
 
 class Case:
     """Requests over a cache whose unwritten slots are NaN, as are the null block, the rows of padding, and those out of
-    every query's window. A request of length 0 has queries that nobody answers."""
+    every query's window. A request of length 0 has queries that nobody answers. ``scales``: of a float8 cache."""
 
     def __init__(
         self, lens, queries, H, J, D, block_size=16, dtype=torch.float32, *, DV=None, pad_rows=0, window=0,
-        sinks=False, soft_cap=0.0, latent=False, device="cpu", seed=0, keep=None,
+        sinks=False, soft_cap=0.0, latent=False, device="cpu", seed=0, keep=None, scales=None,
     ):  # fmt: skip
         g = torch.Generator().manual_seed(seed)
         DV = D if DV is None else DV
@@ -50,18 +50,21 @@ class Case:
         self.window, self.soft_cap, self.scale, self.pad_rows = window, soft_cap, D**-0.5, pad_rows
         needed = [-(-length // block_size) for length in lens]
         blocks, R, T = 1 + sum(needed), len(lens), sum(queries) + pad_rows
-        keys = torch.full((blocks, J, block_size, D), NAN, dtype=dtype)
-        values = keys[..., :DV] if latent else torch.full((blocks, J, block_size, DV), NAN, dtype=dtype)
+        cached = torch.float8_e4m3fn if scales else dtype
+        raw = torch.uint8 if scales else dtype
+        keys = torch.full((blocks, J, block_size, D), NAN, dtype=cached)
+        values = keys[..., :DV] if latent else torch.full((blocks, J, block_size, DV), NAN, dtype=cached)
         blocks_of = torch.zeros(R, max([*needed, 1]) + 2, dtype=torch.int32)
         ids = 1 + torch.randperm(blocks - 1, generator=g).int()
-        self.k = [torch.randn(n, J, D, generator=g).to(dtype) for n in lens]
-        self.v = [k[..., :DV] if latent else torch.randn(len(k), J, DV, generator=g).to(dtype) for k in self.k]
+        self.k = [torch.randn(n, J, D, generator=g).to(cached) for n in lens]
+        self.v = [k[..., :DV] if latent else torch.randn(len(k), J, DV, generator=g).to(cached) for k in self.k]
+        self.scales = scales or (1.0, 1.0)
         for r, n in enumerate(needed):
             blocks_of[r, :n], ids = ids[:n], ids[n:]
             seen = torch.arange(max(lens[r] - queries[r] + 1 - window, 0) if window else 0, lens[r])
             block, offset = blocks_of[r, seen // block_size].long(), seen % block_size
-            keys[block, :, offset] = self.k[r][seen]
-            values[block, :, offset] = self.v[r][seen]
+            for cache, of in ((keys, self.k), (values, self.v)):
+                cache.view(raw)[block, :, offset] = of[r].view(raw)[seen]
         self.sinks = torch.randn(H, generator=g).to(dtype) if sinks else None
         self.q = between_nans(T, H, D, dtype, "cpu")
         self.q[: T - pad_rows] = torch.randn(T - pad_rows, H, D, generator=g).to(dtype)
@@ -81,7 +84,7 @@ class Case:
         sinks = None if self.sinks is None else self.sinks.to(self.device)
         operator(
             wide, self.key_cache, self.value_cache, self.table, self.start.to(self.device), lens, self.scale, out,
-            self.window, num_reqs, sinks, self.soft_cap,
+            self.window, num_reqs, sinks, self.soft_cap, None, None, *self.scales,
         )  # fmt: skip
         assert beside.isnan().all()
         return out.cpu()
@@ -96,7 +99,10 @@ class Case:
                 want[rows] = NAN
                 continue
             q = self.q[rows].double()
-            k, v = (x[r].double().repeat_interleave(q.shape[1] // self.J, dim=1) for x in (self.k, self.v))
+            k, v = (
+                (x[r].double() * scale).repeat_interleave(q.shape[1] // self.J, dim=1)
+                for x, scale in zip((self.k, self.v), self.scales, strict=True)
+            )
             scores = torch.einsum("qhd,khd->hqk", q, k) * self.scale
             if self.soft_cap:
                 scores = self.soft_cap * torch.tanh(scores / self.soft_cap)

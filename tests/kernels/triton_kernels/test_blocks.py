@@ -80,6 +80,16 @@ def test_experts(of_w13, of_w2):
     assert got[2].eq(0).all()
 
 
+def check_real_sizes(device: Any, format: str, T: int) -> None:
+    weight, x = random_blocks(format, 1024, 2048, dtype=BF16), randn(T, 2048).to(BF16)
+    on_device = among(dataclasses.replace(weight, codes=weight.codes.to(device)))
+    w = quantized.dequantize(weight).double()
+    magnitude = x.double().abs().sum(1, keepdim=True) * (4 * w.abs().amax(1))
+    assert_close(family.quantized_linear(wide_rows(x, device), on_device), x.double() @ w.T, magnitude)
+    ids = torch.tensor([1023, 0, 7])
+    assert torch.equal(family.quantized_embedding(ids.to(device), on_device).cpu().float(), w[ids].to(BF16).float())
+
+
 def test_refusals():
     weight = random_blocks("q4_k", 4, 256, dtype=BF16)
     with pytest.raises(NotImplementedError, match="q4_k of 256 columns for inputs rounded to int8"):

@@ -131,10 +131,10 @@ class Simulator:
         slots = [r.state_slot for r in step.requests if r.state_slot != -1]
         assert len(set(slots)) == len(slots), f"state slots {slots}"
         work = []
-        for request, count, new_block_ids in zip(
-            step.requests, step.num_scheduled_tokens, step.new_block_ids, strict=True
+        for request, start, count, new_block_ids in zip(
+            step.requests, step.num_computed_tokens, step.num_scheduled_tokens, step.new_block_ids, strict=True
         ):
-            name, start = request.request_id, request.num_computed_tokens
+            name = request.request_id
             if name in step.started:
                 assert name not in self.rows, f"{name} started twice"
                 self.rows[name] = Row(list(new_block_ids), self.epoch)

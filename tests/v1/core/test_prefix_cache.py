@@ -213,10 +213,8 @@ def test_fault_put_back_caching_before_it_is_computed(monkeypatch):
 
     def eager(self, request, max_num_new_tokens=None):
         started = start(self, request, max_num_new_tokens)
-        computed, request.num_computed_tokens = request.num_computed_tokens, request.num_tokens
         if started:
-            self.cache_computed(request)
-        request.num_computed_tokens = computed
+            self.cache_computed(request, request.num_tokens)
         return started
 
     monkeypatch.setattr(KVCacheManager, "start", eager)

@@ -271,8 +271,9 @@ def test_prompt_logprobs_read_no_cache_and_come_once_though_preempted():
     def step() -> None:
         plan = sim.schedule()
         result = sim.execute(plan)
-        for request, count in zip(plan.requests, plan.num_scheduled_tokens, strict=True):
-            start = request.num_computed_tokens
+        for request, start, count in zip(
+            plan.requests, plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True
+        ):
             rows = list(range(start, min(start + count, request.num_prompt_tokens - 1)))
             if rows:
                 result.prompt_logprobs["a"] = LogprobsLists([[r] for r in rows], [[0.0]] * len(rows), [1] * len(rows))

@@ -361,13 +361,14 @@ def test_nothing_left_to_draw_is_told_from_nan(temperature, params, raw, reason)
     assert got.nan_rows.tolist() == [False, False, False, True]
     alone = [sample(logits[:1], [request(p)]).sampled_token_ids.item() for p in others]
     assert got.sampled_token_ids.tolist() == [alone[0], 0, alone[1], 0]
-    assert re.search(rf"output position 0: .*{reason}.*loosen one", state.why_undrawable(1))
+    assert re.search(rf"output position 0: .*{reason}.*loosen one", state.chosen()[1].why_undrawable())
 
 
 def test_the_reason_names_only_what_still_holds():
     params = SamplingParams(min_tokens=1, stop_token_ids=[4], allowed_token_ids=list(range(40)))
     state = state_of([request(params, output=[1, 2])], 50)
-    reason = state.why_undrawable(0)
+    state.make_metadata()
+    reason = state.chosen()[0].why_undrawable()
     assert "output position 2" in reason
     assert "min_tokens" not in reason
     assert "9, ...] (40)" in reason

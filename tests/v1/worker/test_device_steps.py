@@ -38,7 +38,8 @@ def generate(llm: Any, prompts: list[tuple[int, ...]], params: SamplingParams) -
 def long_prompt_in_chunks(monkeypatch: pytest.MonkeyPatch) -> tuple[tuple[int, ...], Counter[str]]:
     """60 tokens in chunks of 16: three steps without a sampled token, in which nothing is waited for."""
     with late_device.stand_in(monkeypatch) as device:
-        llm = tiny.make_llm("qwen3", max_num_batched_tokens=16, max_num_seqs=4, block_size=64)
+        limits = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "block_size": 64}
+        llm = tiny.make_llm("qwen3", async_scheduling=False, **limits)
         device.waits.clear()
         (tokens,) = tiny.tokens(tiny.generate(llm, [tiny.prompt(60)], 8))
         waits = device.waits.copy()
@@ -167,7 +168,7 @@ def test_one_wait_a_step_whatever_is_sampled(monkeypatch: pytest.MonkeyPatch) ->
     llm.shutdown()
     assert len({str(tokens[:2]) for tokens, _ in expected.values()}) > 5
     with late_device.stand_in(monkeypatch) as device:
-        llm = tiny.make_llm("qwen3")
+        llm = tiny.make_llm("qwen3", async_scheduling=False)
         execute, waits = llm.llm_engine.worker.execute_model, []
 
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -253,6 +254,37 @@ def test_ranks_on_devices_wait_for_nothing_but_tokens(name: str, tp: int, dp: in
         assert barriers > 0
         dp_rank = rank // tp
         assert tokens == [models.greedy(name, tiny.prompt(9 + dp_rank), 6 - 2 * dp_rank)]
+
+
+# --- steps that are scheduled ahead -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3.5-moe"])
+def test_a_device_has_the_next_step_before_the_host_has_the_last_ones_tokens(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One wait a step, and then for the step before."""
+    models = tiny if name in tiny.CHECKPOINTS else hybrids
+    with late_device.stand_in(monkeypatch) as device:
+        llm = models.make_llm(name, async_scheduling=True)
+        device.waits.clear()
+        finish, left = llm.llm_engine.worker.runner.finish, []
+
+        def finished(step: Any) -> Any:
+            output = finish(step)
+            left.append(device.launched - device.done)
+            return output
+
+        monkeypatch.setattr(llm.llm_engine.worker.runner, "finish", finished)
+        prompts = [tiny.prompt(9), tiny.prompt(20)]
+        tokens = tiny.tokens(tiny.generate(llm, prompts, 6))
+        waits = {what: count for what, count in device.waits.items() if "transfers.py:wait" in what}
+        others = set(device.waits) - set(waits)
+        llm.shutdown()
+    assert tokens == [models.greedy(name, prompt, 6) for prompt in prompts]
+    assert list(waits.values()) == [6]
+    assert others <= {"event in v1/transfers.py:filling"}
+    assert all(left[:5]), f"the device had nothing to do after a step: {left}"
 
 
 # --- profiling --------------------------------------------------------------------------------------------------------

@@ -76,10 +76,10 @@ class KVCacheManager:
         request.block_ids += blocks
         return blocks
 
-    def cache_computed(self, request: Request) -> None:
-        """Offer the full blocks of ``request`` below ``num_computed_tokens`` to later requests."""
+    def cache_computed(self, request: Request, num_tokens: int) -> None:
+        """Offer the full blocks of ``request`` below ``num_tokens``, all computed and known, to later requests."""
         size = self.block_size
-        while request.prefix_id is not None and (request.num_cached_blocks + 1) * size <= request.num_computed_tokens:
+        while request.prefix_id is not None and (request.num_cached_blocks + 1) * size <= num_tokens:
             i = request.num_cached_blocks
             tokens = request.all_token_ids[i * size : (i + 1) * size]
             request.prefix_id = self.pool.cache(request.block_ids[i], request.prefix_id, tokens)

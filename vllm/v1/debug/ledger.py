@@ -20,10 +20,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vllm import forward_context
 from vllm.distributed.observer import VARIABLE, CollectiveRecord
 
 CAPACITY = 4096
@@ -97,6 +98,7 @@ class Entry:
     event: Any = None
     error: str = ""
     end_at: int = 0
+    thread: int = field(default_factory=threading.get_ident)
 
 
 class Ledger:
@@ -122,7 +124,8 @@ class Ledger:
         self.rank, self.prints, self.events, self.state = rank, prints, 0, "running"
         self.entries: deque[Entry] = deque(maxlen=CAPACITY)
         self._queued: deque[Entry] = deque()
-        self._lock = threading.Lock()
+        self._open: dict[int, Entry] = {}
+        self._lock = threading.RLock()
         self._begun, self._line, self._widest = 0, 2048 + 16 * world_size, 0
         self._file = None if folder is None else self._make_file(Path(folder))
         ranks = list(range(world_size) if replica is None else replica)
@@ -147,12 +150,12 @@ class Ledger:
 
     @property
     def oldest(self) -> Entry | None:
-        """The first collective that has not ended: the others of this rank wait for it."""
-        try:
-            return self._queued[0]
-        except IndexError:
-            last = self.entries[-1] if self.entries else None
-            return last if last and last.end is None else None
+        """The first collective that has not ended: the others of this rank wait for it. Where a thread stands for the
+        device it waits in one or computes, whatever the host does meanwhile."""
+        with self._lock:
+            waiting = [*self._queued, *self._open.values()]
+        working = forward_context.working_thread
+        return next((entry for entry in waiting if working in (None, entry.thread)), None)
 
     @property
     def current(self) -> CollectiveRecord | None:
@@ -169,11 +172,13 @@ class Ledger:
     def begin(self, record: CollectiveRecord) -> Entry:
         if self._queued:
             self.poll()
-        entry = Entry(self._begun, record, time.time())
-        self._begun += 1
-        self.events += 1
-        self.entries.append(entry)
-        self._write_entry(entry)
+        with self._lock:
+            entry = Entry(self._begun, record, time.time())
+            self._begun += 1
+            self.events += 1
+            self.entries.append(entry)
+            self._open[entry.number] = entry
+            self._write_entry(entry)
         if self.prints:
             print(f"{self._trace(record, 'ENTER')}\n{self._counter(record)}=1", flush=True)
         return entry
@@ -181,11 +186,13 @@ class Ledger:
     def queue(self, entry: Entry, event: Any) -> None:
         """The call has returned, and ``event`` will come when the device has done the collective."""
         entry.queued, entry.event = time.time(), event
-        self.events += 1
-        self._write_entry(entry)
+        with self._lock:
+            self.events += 1
+            self._write_entry(entry)
+            self._open.pop(entry.number, None)
+            self._queued.append(entry)
         if self.prints:
             print(self._trace(entry.record, "QUEUED"), flush=True)
-        self._queued.append(entry)
 
     def poll(self) -> bool:
         """End what the device has done by now, and say whether that is all; from any thread."""
@@ -202,13 +209,15 @@ class Ledger:
             return True
 
     def end(self, entry: Entry, error: BaseException | None = None) -> None:
-        entry.end = time.time()
-        self.events += 1
-        if error is not None:
-            entry.error = f"{type(error).__name__}: {error}"
-            self._write_entry(entry)
-        elif self._file is not None and self._begun - entry.number <= CAPACITY:
-            self._file[entry.end_at : entry.end_at + _END_WIDTH] = b"%-*.6f" % (_END_WIDTH, entry.end)
+        with self._lock:
+            entry.end = time.time()
+            self.events += 1
+            self._open.pop(entry.number, None)
+            if error is not None:
+                entry.error = f"{type(error).__name__}: {error}"
+                self._write_entry(entry)
+            elif self._file is not None and self._begun - entry.number <= CAPACITY:
+                self._file[entry.end_at : entry.end_at + _END_WIDTH] = b"%-*.6f" % (_END_WIDTH, entry.end)
         if self.prints and error is None:
             print(f"{self._counter(entry.record)}=0\n{self._trace(entry.record, 'EXIT')}", flush=True)
 

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine of one rank without texts: worker and scheduler, one step at a time."""
+"""The engine of one rank without texts: worker and scheduler, one step at a time.
+
+With ``async_scheduling`` a step is scheduled, agreed on and launched before the one before it is taken in, so that the
+device has work while the host thinks. One thread does all of that in one order: launch N + 1, then take in N. So when
+the ranks agree that none has requests left, nothing runs in that step, and the one before is taken in at its end.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +21,9 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_config
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.debug import watchdog
-from vllm.v1.outputs import EngineCoreOutput
+from vllm.v1.outputs import EngineCoreOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.worker.gpu_model_runner import LaunchedStep
 from vllm.v1.worker.gpu_worker import Worker
 
 logger = init_logger(__name__)
@@ -35,10 +41,9 @@ class EngineStats:
     output_tokens: int = 0
 
     def record_scheduled(self, output: SchedulerOutput) -> None:
-        """Call before the scheduler takes in the step's result."""
         self.steps += 1
         self.tokens += output.total_num_scheduled_tokens
-        self.context_tokens += output.total_num_scheduled_tokens + sum(r.num_computed_tokens for r in output.requests)
+        self.context_tokens += output.total_num_scheduled_tokens + sum(output.num_computed_tokens)
 
     def since(self, before: EngineStats) -> EngineStats:
         now, then = dataclasses.asdict(self), dataclasses.asdict(before)
@@ -78,6 +83,7 @@ class EngineCore:
             self.shutdown()
             raise
         self.is_torn = False
+        self._in_flight: tuple[SchedulerOutput, LaunchedStep] | None = None
         self.stats = EngineStats()
         self._logged = (time.monotonic(), EngineStats())
         logger.info(
@@ -98,9 +104,12 @@ class EngineCore:
         self.scheduler.finish_requests(request_ids, status)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether a further ``step`` is due: requests here, or on any rank when the last step was agreed on."""
-        return self.scheduler.has_unfinished_requests() or (
-            self.vllm_config.parallel_config.world_size > 1 and self.worker.any_unfinished_across_dp
+        """Whether a further ``step`` is due: requests here, or on any rank when the last step was agreed on, or a step
+        in flight."""
+        return (
+            self.scheduler.has_unfinished_requests()
+            or self._in_flight is not None
+            or (self.vllm_config.parallel_config.world_size > 1 and self.worker.any_unfinished_across_dp)
         )
 
     @contextmanager
@@ -119,16 +128,31 @@ class EngineCore:
             return self.run_step()
 
     def run_step(self) -> list[EngineCoreOutput]:
-        """The step, inside ``in_step``."""
-        counts = not self.vllm_config.disable_log_stats
+        """The step, inside ``in_step``; what comes of it may be returned by the next one."""
+        outputs = self._take_in() if self.scheduler.must_wait else []
         scheduler_output = self.scheduler.schedule()
-        if counts:
+        if not self.vllm_config.disable_log_stats:
             self.stats.record_scheduled(scheduler_output)
-        runner_output = self.worker.execute_model(
-            scheduler_output, has_unfinished=self.scheduler.has_unfinished_requests()
-        )
+        has_unfinished = self.scheduler.has_unfinished_requests()
+        if not self.vllm_config.scheduler_config.async_scheduling:
+            return self._update(scheduler_output, self.worker.execute_model(scheduler_output, has_unfinished))
+        launched = self.worker.launch(scheduler_output, has_unfinished)
+        outputs += self._take_in()
+        self._in_flight = scheduler_output, launched
+        if launched.inputs is None:
+            outputs += self._take_in()
+        return outputs
+
+    def _take_in(self) -> list[EngineCoreOutput]:
+        """The results of the step in flight, if there is one."""
+        if self._in_flight is None:
+            return []
+        (scheduler_output, launched), self._in_flight = self._in_flight, None
+        return self._update(scheduler_output, self.worker.finish(launched))
+
+    def _update(self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         outputs = self.scheduler.update_from_output(scheduler_output, runner_output)
-        if counts:
+        if not self.vllm_config.disable_log_stats:
             self.stats.output_tokens += sum(len(output.new_token_ids) for output in outputs)
         return outputs
 

@@ -15,7 +15,7 @@ from vllm.kernels.reference_sampling import random_bits
 from vllm.v1.request import Request
 from vllm.v1.sample.metadata import AllowedTokens, Penalties, SamplingMetadata, TokenEntries
 from vllm.v1.structured_output import Matcher
-from vllm.v1.transfers import PersistentBuffer, Staging, to_device
+from vllm.v1.transfers import PersistentBuffer, Staging, Stream, to_device
 
 
 class _SeenTokens:
@@ -54,11 +54,10 @@ class _Row:
         self.greedy = params.temperature == 0
         end = () if request.eos_token_id is None else (request.eos_token_id,)
         self.end_token_ids = list({*end, *(params.stop_token_ids or ())}) if params.min_tokens else []
-        penalised = params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
-        self.seen = _SeenTokens(request) if penalised else None
+        self.seen = _SeenTokens(request) if params.is_penalised else None
         self.plain = (
             self.greedy
-            and not penalised
+            and not params.is_penalised
             and not self.end_token_ids
             and not params.bad_words_token_ids
             and not params.logit_bias
@@ -67,11 +66,11 @@ class _Row:
             and request.matcher is None
         )
 
-    def banned_token_ids(self) -> list[int]:
+    def banned_token_ids(self, num_output: int) -> list[int]:
         """End tokens before ``min_tokens``, and last tokens of bad words whose other tokens were just generated."""
         num_prompt = len(self.request.prompt_token_ids)
         output = self.request.all_token_ids[num_prompt:]
-        banned = set(self.end_token_ids) if len(output) < self.params.min_tokens else set()
+        banned = set(self.end_token_ids) if num_output < self.params.min_tokens else set()
         for word in self.params.bad_words_token_ids:
             before = word[:-1]
             if len(before) <= len(output) and output[len(output) - len(before) :] == before:
@@ -123,6 +122,7 @@ class SamplingState:
         vocab_size: int,
         device: torch.device | str = "cpu",
         seed: int = 0,
+        stream: Stream | None = None,
     ) -> None:
         self.vocab_size, self._engine_seed = vocab_size, seed
         self.device = torch.device(device)
@@ -135,9 +135,9 @@ class SamplingState:
         self._banning: list[tuple[int, _Row]] = []
         self._matching: list[tuple[int, Matcher]] = []
         self._history = False
-        self._staging = Staging(self.device)
+        self._staging = Staging(stream or Stream(self.device))
         num_words = -(-vocab_size // 32)
-        self._words = PersistentBuffer(max_num_reqs, torch.int32, 0, self._staging, self.device, num_words)
+        self._words = PersistentBuffer(max_num_reqs, torch.int32, 0, self._staging, num_words)
         self._rates: tuple[torch.Tensor, ...] = ()
 
     def add_row(self, row: int, request: Request) -> None:
@@ -153,20 +153,19 @@ class SamplingState:
         self._rows[row] = _Row(request, _signed(seed))
         self._cached = None
 
-    def why_undrawable(self, row: int) -> str:
-        held = self._rows[row]
-        assert held is not None, f"row {row} is free"
-        return held.why_undrawable()
-
     def remove_row(self, row: int) -> None:
         assert self._rows[row] is not None, f"row {row} is free"
         self._rows[row] = None
         self._cached = None
 
-    def make_metadata(self, rows: Sequence[int] | None = None) -> SamplingMetadata:
+    def make_metadata(
+        self, rows: Sequence[int] | None = None, num_outputs: Sequence[int] | None = None
+    ) -> SamplingMetadata:
         """The metadata of ``rows`` in that order, or of all occupied rows, which then must be 0 .. n-1.
 
-        Reads the requests' tokens as they are now. The same object comes back while nothing changed.
+        ``num_outputs``: how many tokens each has sampled; by default those that its request has. Reads the requests'
+        tokens as they are now (``Request.reads_tokens`` says which may lack none). The same object comes back while
+        nothing changed.
         """
         key = None if rows is None else tuple(rows)
         if self._cached is None or key != self._key:
@@ -174,7 +173,13 @@ class SamplingState:
             self._key = key
         if not self._history:
             return self._cached
-        return dataclasses.replace(self._cached, **self._from_history())
+        if num_outputs is None:
+            num_outputs = [row.request.num_output_tokens for row in self._chosen]
+        return dataclasses.replace(self._cached, **self._from_history(num_outputs))
+
+    def chosen(self) -> Sequence[_Row]:
+        """What the last metadata was made of, row by row."""
+        return self._chosen
 
     def _select(self, key: tuple[int, ...] | None) -> list[_Row]:
         if key is None:
@@ -233,13 +238,12 @@ class SamplingState:
             fields["log_min_p"] = self._tensor([log(p.min_p) if p.min_p else -inf for p in params], torch.float32)
         return fields
 
-    def _from_history(self) -> dict[str, Any]:
+    def _from_history(self, num_outputs: Sequence[int]) -> dict[str, Any]:
         """All that depends on the requests' output so far."""
         fields: dict[str, Any] = {}
         if self._cached is not None and self._cached.temperature is not None:
-            positions = [row.request.num_output_tokens for row in self._chosen]
-            fields["positions"] = self._tensor(positions, torch.int64)
-        banned = [(r, token) for r, row in self._banning for token in row.banned_token_ids()]
+            fields["positions"] = self._tensor(num_outputs, torch.int64)
+        banned = [(r, token) for r, row in self._banning for token in row.banned_token_ids(num_outputs[r])]
         if banned:
             fields["banned"] = self._entries(banned)
         if self._penalised:

@@ -1,6 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """One agreement a step over the DP ranks: who has work, how many rows each runs, in which graph mode.
 
+It cannot meet a collective of the step before, which devices may still run: it is made by the hosts, on the groups' CPU
+twins, and nothing of a device is ever on these. Each rank's one host thread agrees on steps in their order, and
+launches the work of each, the devices' collectives in it, before it agrees on the next: so these, too, are in the order
+of steps on every rank. A rank that waits for its device waits for launched steps only, which all ranks have agreed on,
+and never inside an agreement; so an agreement waits for hosts, a device for devices, and neither for the other. That
+the ranks are in one step is not taken for granted: votes carry its number.
+
 ``agree`` is pure; ``coordinate_batch_across_dp`` feeds it from one int32 reduction over the DP group's CPU twin. The
 TP ranks of a DP group hold the same requests and so reach the same agreement through their own DP groups. That they
 do is checked: they compare their votes first, in a reduction over the TP group, and each brings the result to its DP

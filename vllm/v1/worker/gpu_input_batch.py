@@ -15,10 +15,12 @@ from vllm.v1.worker.block_table import BlockTable
 
 
 class InputBatch:
-    """Token ids [max_num_reqs, max_model_len], block table, and sampling state by row."""
+    """Token ids [max_num_reqs, max_model_len], block table, and sampling state by row. The first ``num_given`` tokens
+    of a row are there, those that its request had when it came; the device has what it sampled since."""
 
     def __init__(self, max_num_reqs: int, max_model_len: int, block_size: int, sampling_state: SamplingState) -> None:
         self.token_ids = np.zeros((max_num_reqs, max_model_len), dtype=np.int64)
+        self.num_given = np.zeros(max_num_reqs, dtype=np.int64)
         self.block_table = BlockTable(max_num_reqs, max_model_len, block_size)
         self.state_slots = np.zeros(max_num_reqs, dtype=np.int32)
         self.sampling = sampling_state
@@ -35,6 +37,7 @@ class InputBatch:
         row = self._free.pop()
         self.row_of[request.request_id] = row
         self.token_ids[row, : request.num_tokens] = request.all_token_ids
+        self.num_given[row] = request.num_tokens
         self.block_table.append(row, block_ids)
         self.state_slots[row] = max(request.state_slot, 0)
         self.sampling.add_row(row, request)

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one step of the model: plan → agree → pad → metadata → forward → sample."""
+"""Runs one step of the model: plan → agree → pad → metadata → forward → sample.
+
+``launch`` does the host's part and hands the rest to the device's stream; ``finish`` waits for what comes back. Between
+the two the next step may be launched: what it reads of this one (sampled tokens, caches, states) is read on the stream.
+"""
 
 from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,9 +32,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.metrics.stats import StepCounts
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors, ModelRunnerOutput
+from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler, SamplerOutput
 from vllm.v1.sample.state import SamplingState
-from vllm.v1.transfers import HostCopies, is_host, to_device
+from vllm.v1.transfers import HostCopies, Stream, ThreadStream, is_host, to_device
 from vllm.v1.worker.batch_plan import BatchPlan
 from vllm.v1.worker.dp_utils import CAPTURE, DPAgreement, coordinate_batch_across_dp, pads_to_max
 from vllm.v1.worker.gpu_input_batch import InputBatch
@@ -42,13 +48,32 @@ logger = init_logger(__name__)
 @dataclass(frozen=True)
 class StepInputs(ModelInputs):
     """What one step computes on. ``sampling`` lists the positions in the scheduler's order that get a token,
-    ``logits_rows`` the token row that each of them is sampled from."""
+    ``logits_rows`` the token row that each of them is sampled from, ``sampled_rows`` its row of the batch.
+
+    ``reads_sampled``: an input -1 - r stands for the token that row r of the batch sampled last."""
 
     rows: np.ndarray
     first_positions: np.ndarray
     starts: np.ndarray
     sampling: np.ndarray
     logits_rows: torch.Tensor
+    sampled_rows: torch.Tensor
+    reads_sampled: bool
+
+
+@dataclass
+class LaunchedStep:
+    """A step between ``launch`` and ``finish``; without ``inputs`` no rank runs anything. The stream fills in the rest:
+    what it sampled and scored, on its way to the host. ``chosen``: the sampling parameters by sampled row."""
+
+    scheduler_output: SchedulerOutput
+    plan: BatchPlan
+    copies: HostCopies
+    inputs: StepInputs | None = None
+    chosen: Sequence[Any] = ()
+    hidden_states: torch.Tensor | None = None
+    sampled: SamplerOutput | None = None
+    prompt_logprobs: dict[str, list[LogprobsTensors]] = field(default_factory=dict)
 
 
 class GPUModelRunner:
@@ -80,9 +105,13 @@ class GPUModelRunner:
         model_config, cache, max_num_reqs = vllm_config.model_config, vllm_config.cache_config, scheduler.max_num_seqs
         # DP ranks serve different requests: those without a seed of their own draw differently on each.
         seed = model_config.seed + get_dp_group().rank_in_group
-        sampling = SamplingState(max_num_reqs, model_config.vocab_size, device, seed)
+        is_threaded = scheduler.async_scheduling and is_host(device)
+        self.stream: Stream = ThreadStream() if is_threaded else Stream(device)
+        sampling = SamplingState(max_num_reqs, model_config.vocab_size, device, seed, self.stream)
         self.input_batch = InputBatch(max_num_reqs, model_config.max_model_len, cache.block_size, sampling)
-        self.buffers = InputBuffers(self.max_num_tokens, max_num_reqs, self.input_batch.block_table.max_blocks, device)
+        max_blocks = self.input_batch.block_table.max_blocks
+        self.buffers = InputBuffers(self.max_num_tokens, max_num_reqs, max_blocks, device, self.stream)
+        self.last_sampled = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
 
     # --- set-up -------------------------------------------------------------------------------------------------
 
@@ -126,29 +155,51 @@ class GPUModelRunner:
 
     # --- one step -----------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput, has_unfinished: bool) -> ModelRunnerOutput:
         """Run the scheduled tokens, or a dummy where other DP ranks have some; every rank calls this in every step."""
+        return self.finish(self.launch(scheduler_output, has_unfinished))
+
+    @torch.inference_mode()
+    def launch(self, scheduler_output: SchedulerOutput, has_unfinished: bool) -> LaunchedStep:
+        """Agree on the step, write its inputs and launch it. The step before need not have ended."""
         self._update_states(scheduler_output)
         plan = self._agree(scheduler_output, has_unfinished)
+        step = LaunchedStep(scheduler_output, plan, HostCopies(self.stream))
         if plan.num_tokens_padded == 0:
-            return ModelRunnerOutput()
-        if self.balancer is not None and self.balancer.before_step(self.step - 1):
-            self.model.forget_weight_specs()
+            return step
         with self.buffers.filling():
-            inputs = self._prepare_inputs(scheduler_output, plan)
-        copies = HostCopies(self.device)
-        with self.forward_context(plan, inputs.common):
-            if plan.cudagraph_mode:
-                hidden_states = self.graphs.replay(inputs)
+            inputs = step.inputs = self._prepare_inputs(scheduler_output, plan)
+        self.stream.launch(partial(self._forward, step, inputs))
+        if not plan.is_dummy:
+            metadata = self._sampling_metadata(step, inputs)
+            self.stream.launch(partial(self._sample_and_score, step, inputs, metadata))
+        step.copies.close()
+        return step
+
+    def finish(self, step: LaunchedStep) -> ModelRunnerOutput:
+        """Wait for a launched step's results."""
+        step.copies.wait()
+        return ModelRunnerOutput() if step.inputs is None or step.plan.is_dummy else self._to_output(step, step.inputs)
+
+    def _forward(self, step: LaunchedStep, inputs: StepInputs) -> None:
+        if self.balancer is not None and self.balancer.before_step(step.plan.step):
+            self.model.forget_weight_specs()
+        if inputs.reads_sampled:
+            ids = inputs.input_ids
+            ids.copy_(torch.where(ids < 0, self.last_sampled.index_select(0, (-1 - ids).clamp_min_(0)), ids))
+        with self.forward_context(step.plan, inputs.common):
+            if step.plan.cudagraph_mode:
+                step.hidden_states = self.graphs.replay(inputs)
             else:
-                hidden_states = self.model(inputs.input_ids, inputs.positions)
-            if plan.is_dummy:
-                return ModelRunnerOutput()
-            prompt_logprobs = self._score_prompts(scheduler_output, inputs, hidden_states, copies)
-            sampled = self._sample(inputs, hidden_states, copies)
-        copies.wait()
-        return self._to_output(scheduler_output, inputs, sampled, prompt_logprobs)
+                step.hidden_states = self.model(inputs.input_ids, inputs.positions)
+
+    def _sample_and_score(self, step: LaunchedStep, inputs: StepInputs, metadata: SamplingMetadata | None) -> None:
+        hidden_states, step.hidden_states = step.hidden_states, None
+        assert hidden_states is not None, f"step {step.plan.step} samples before its forward pass"
+        with set_forward_context(None, batch_plan=step.plan, step_buffers=self.step_buffers, step=step.plan.step):
+            step.prompt_logprobs = self._score_prompts(step.scheduler_output, inputs, hidden_states, step.copies)
+            if metadata is not None:
+                step.sampled = self._sample(inputs, metadata, hidden_states, step.copies)
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> None:
         """Free the rows of requests that ended or were preempted, give rows to those that start, note new blocks."""
@@ -169,10 +220,11 @@ class GPUModelRunner:
             self._clear_state(int(state_slot))
 
     def _clear_state(self, state_slot: int) -> None:
+        """On the stream: who had the slot before may still write it."""
         if state_slot >= 0:
             for layer in self.cached_layers.values():
                 if hasattr(layer, "clear_state"):
-                    layer.clear_state(state_slot)
+                    self.stream.launch(partial(layer.clear_state, state_slot))
 
     def _agree(self, scheduler_output: SchedulerOutput, has_unfinished: bool) -> BatchPlan:
         """One reduction over the DP ranks decides the step's sizes and whether anyone has work left."""
@@ -192,6 +244,7 @@ class GPUModelRunner:
         waited = time.perf_counter() - begun if self.vllm_config.parallel_config.world_size > 1 else 0.0
         self.step += 1
         if agreement.cudagraph_mode == CAPTURE:
+            self.stream.wait()
             self.graphs.capture()
         self.agreement, self.any_unfinished_across_dp = agreement, agreement.any_unfinished
         captured = self.graphs.num_reqs(agreement.num_tokens_padded)
@@ -205,9 +258,8 @@ class GPUModelRunner:
         Later tokens come over a broadcast and need no check; ids are names that each rank may give as it likes.
         """
         requests, rows = scheduler_output.requests, self.input_batch.row_of
-        table = [[rows[r.request_id], r.num_computed_tokens] for r in requests] + [
-            scheduler_output.num_scheduled_tokens
-        ]
+        table = [[rows[r.request_id] for r in requests], scheduler_output.num_computed_tokens]
+        table.append(scheduler_output.num_scheduled_tokens)
         digest = zlib.crc32(repr(table).encode())
         for request in requests:
             if request.request_id in scheduler_output.started:
@@ -219,8 +271,7 @@ class GPUModelRunner:
         """Write every row of every persistent buffer that this step reads."""
         requests, batch, buffers = scheduler_output.requests, self.input_batch, self.buffers
         rows = np.array([batch.row_of[request.request_id] for request in requests], dtype=np.int64)
-        computed = np.array([request.num_computed_tokens for request in requests], dtype=np.int64)
-        known = np.array([len(request.all_token_ids) for request in requests], dtype=np.int64)
+        computed = np.array(scheduler_output.num_computed_tokens, dtype=np.int64)
         scheduled = np.array(scheduler_output.num_scheduled_tokens, dtype=np.int64)
         starts = np.cumsum(scheduled) - scheduled
         request_of_token = np.repeat(np.arange(len(rows)), scheduled)
@@ -236,9 +287,11 @@ class GPUModelRunner:
             batch.block_table.slots(rows_of_tokens, positions),
             batch.state_slots[rows],
         )
-        sampling = np.nonzero(seq_lens == known)[0]
+        sampling = np.array(scheduler_output.samples, dtype=bool).nonzero()[0]
+        is_sampled = positions >= batch.num_given[rows_of_tokens]
+        input_ids = np.where(is_sampled, -1 - rows_of_tokens, batch.token_ids[rows_of_tokens, positions])
         return StepInputs(
-            input_ids=buffers.input_ids.fill(batch.token_ids[rows_of_tokens, positions], plan.num_tokens_padded),
+            input_ids=buffers.input_ids.fill(input_ids, plan.num_tokens_padded),
             positions=buffers.positions.fill(positions, plan.num_tokens_padded),
             common=common,
             rows=rows,
@@ -246,7 +299,21 @@ class GPUModelRunner:
             starts=starts,
             sampling=sampling,
             logits_rows=buffers.logits_rows.fill((starts + scheduled - 1)[sampling], len(sampling)),
+            sampled_rows=buffers.sampled_rows.fill(rows[sampling], len(sampling)),
+            reads_sampled=bool(is_sampled.any()),
         )
+
+    def _sampling_metadata(self, step: LaunchedStep, inputs: StepInputs) -> SamplingMetadata | None:
+        """How the step's tokens are sampled; None where none is."""
+        if not len(inputs.sampling):
+            return None
+        output, state = step.scheduler_output, self.input_batch.sampling
+        rows, counts = inputs.rows.tolist(), zip(output.num_computed_tokens, output.num_scheduled_tokens, strict=True)
+        num_outputs = [sum(pair) - r.num_prompt_tokens for pair, r in zip(counts, output.requests, strict=True)]
+        sampling = inputs.sampling.tolist()
+        metadata = state.make_metadata([rows[i] for i in sampling], [num_outputs[i] for i in sampling])
+        step.chosen = state.chosen()
+        return metadata
 
     def fill_metadata(
         self,
@@ -299,17 +366,17 @@ class GPUModelRunner:
             step=plan.step,
         )
 
-    def _sample(self, inputs: StepInputs, hidden_states: torch.Tensor, copies: HostCopies) -> SamplerOutput | None:
-        """One token for each request whose last known token ran in this step, on its way to the host; the same on every
-        TP rank."""
-        if not len(inputs.sampling):
-            return None
+    def _sample(
+        self, inputs: StepInputs, metadata: SamplingMetadata, hidden_states: torch.Tensor, copies: HostCopies
+    ) -> SamplerOutput:
+        """One token for each request whose last token ran in this step, on its way to the host; the same on every TP
+        rank."""
         logits = self.model.compute_logits(hidden_states[inputs.logits_rows])
-        metadata = self.input_batch.sampling.make_metadata(inputs.rows[inputs.sampling].tolist())
         sampled = self.sampler(logits, metadata)
         tp = get_tp_group()
         if tp.world_size > 1:
             sampled = replace(sampled, sampled_token_ids=tp.broadcast(sampled.sampled_token_ids))
+        self.last_sampled.index_copy_(0, inputs.sampled_rows, sampled.sampled_token_ids)
         logprobs = sampled.logprobs_tensors
         return SamplerOutput(
             copies.add(sampled.sampled_token_ids),
@@ -338,26 +405,16 @@ class GPUModelRunner:
                 scored.setdefault(request.request_id, []).append(LogprobsTensors(*map(copies.add, piece)))
         return scored
 
-    def _to_output(
-        self,
-        scheduler_output: SchedulerOutput,
-        inputs: StepInputs,
-        sampled: SamplerOutput | None,
-        prompt_logprobs: dict[str, list[LogprobsTensors]],
-    ) -> ModelRunnerOutput:
-        """Put the sampled tokens, on the host by now, into the rows' token ids and the scheduler's order."""
-        requests = scheduler_output.requests
+    def _to_output(self, step: LaunchedStep, inputs: StepInputs) -> ModelRunnerOutput:
+        """What came to the host, in the scheduler's order. Nothing is read that may belong to a later step."""
+        requests, sampled, number = step.scheduler_output.requests, step.sampled, step.plan.step
         output = ModelRunnerOutput([[] for _ in requests])
-        for request_id, pieces in prompt_logprobs.items():
+        for request_id, pieces in step.prompt_logprobs.items():
             lists = [[x for part in column for x in part.tolist()] for column in zip(*pieces, strict=True)]
             output.prompt_logprobs[request_id] = LogprobsLists(*lists)
         if sampled is None:
             return output
         token_ids = sampled.sampled_token_ids.tolist()
-        rows = inputs.rows[inputs.sampling]
-        following = (inputs.common.seq_lens_cpu.numpy()[inputs.sampling]).astype(np.int64)
-        fits = following < self.vllm_config.model_config.max_model_len
-        self.input_batch.token_ids[rows[fits], following[fits]] = np.array(token_ids, dtype=np.int64)[fits]
         for index, token_id in zip(inputs.sampling.tolist(), token_ids, strict=True):
             output.sampled_token_ids[index] = [token_id]
         if sampled.logprobs_tensors is not None:
@@ -369,10 +426,10 @@ class GPUModelRunner:
         if sampled.undrawable is not None:
             for at in sampled.undrawable.nonzero().flatten().tolist():
                 request_id = requests[inputs.sampling[at]].request_id
-                output.undrawable[request_id] = self.input_batch.sampling.why_undrawable(int(rows[at]))
-                logger.error("step %d: request %s: %s", self.step - 1, request_id, output.undrawable[request_id])
+                output.undrawable[request_id] = step.chosen[at].why_undrawable()
+                logger.error("step %d: request %s: %s", number, request_id, output.undrawable[request_id])
         bad = inputs.sampling[sampled.nan_rows.numpy()]
         if len(bad):
             output.nan_req_ids = frozenset(requests[i].request_id for i in bad.tolist())
-            logger.error("step %d: NaN logits for requests %s", self.step - 1, sorted(output.nan_req_ids))
+            logger.error("step %d: NaN logits for requests %s", number, sorted(output.nan_req_ids))
         return output

@@ -32,7 +32,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.metrics.stats import StepCounts
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.transfers import is_host
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner, LaunchedStep
 from vllm.v1.worker.settings import settings_of
 
 logger = init_logger(__name__)
@@ -62,6 +62,7 @@ class Worker:
             parallel.data_parallel_size,
             parallel.enable_expert_parallel,
             replicas=parallel.distributed_executor_backend == "external_launcher",
+            separate_twins=self.vllm_config.scheduler_config.async_scheduling,
         )
         # Ranks drop an engine together, and none may be left when the interpreter goes: parallel_state sees to that.
         weakref.finalize(self, self.groups.release).atexit = False
@@ -143,10 +144,12 @@ class Worker:
         return self.runner
 
     def get_model(self) -> CausalLM:
+        """Between steps, with none in flight: the caller may change its weights."""
+        self.runner.stream.wait()
         return self.runner.model
 
     def apply_model(self, func: Callable[[CausalLM], Any]) -> Any:
-        return func(self.runner.model)
+        return func(self.get_model())
 
     def take_new_weights(self) -> bool:
         """Whether ``load_weights`` changed the model since the last call: what was computed before is stale then.
@@ -175,6 +178,7 @@ class Worker:
 
     def sleep(self, level: int = 1) -> None:
         """Give back the KV cache; with ``level`` 2 the weights too, on devices with 1 as well (kept on the host)."""
+        self.runner.stream.wait()
         if "kv_cache" not in self.asleep:
             self.runner.release_kv_cache()
         if level == 2:
@@ -224,6 +228,14 @@ class Worker:
             self.nan_trace.end_step(output)
         return output
 
+    def launch(self, scheduler_output: SchedulerOutput, has_unfinished: bool) -> LaunchedStep:
+        """``execute_model`` in two parts, between which the next step may be launched: see ``GPUModelRunner``."""
+        assert self.nan_trace is None, "VLLM_DEBUG_NAN checks one step at a time"
+        return self.runner.launch(scheduler_output, has_unfinished)
+
+    def finish(self, step: LaunchedStep) -> ModelRunnerOutput:
+        return self.runner.finish(step)
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around all of one step: what goes wrong inside leaves the lockstep, so the other ranks hear of it."""
@@ -246,7 +258,8 @@ class Worker:
 
     def shutdown(self) -> None:
         """Let go of model, caches and groups; again it does nothing."""
-        vars(self).pop("runner", None)
+        if (runner := vars(self).pop("runner", None)) is not None:
+            runner.stream.close()
         if self.groups is not None:
             self.groups.release()
         self.platform.empty_cache()

@@ -14,20 +14,27 @@ from contextlib import AbstractContextManager
 import numpy as np
 import torch
 
-from vllm.v1.transfers import PersistentBuffer, Staging
+from vllm.v1.transfers import PersistentBuffer, Staging, Stream
 
 _NO_VALUE = -(2**31) + 7
 
 
 class InputBuffers:
     """All per-step inputs. Pad values are those of law 2: token 0, position 0, slot -1, seq_len 0, null block,
-    pad state slot; the tail of query_start_loc repeats its last value."""
+    pad state slot; the tail of query_start_loc repeats its last value; ``stream`` copies them."""
 
-    def __init__(self, max_num_tokens: int, max_num_reqs: int, max_blocks: int, device: torch.device) -> None:
-        self._staging = staging = Staging(device)
+    def __init__(
+        self,
+        max_num_tokens: int,
+        max_num_reqs: int,
+        max_blocks: int,
+        device: torch.device,
+        stream: Stream | None = None,
+    ) -> None:
+        self._staging = staging = Staging(stream or Stream(device))
 
         def buffer(rows: int, dtype: torch.dtype, pad_value: int = 0, width: int = 0) -> PersistentBuffer:
-            return PersistentBuffer(rows, dtype, pad_value, staging, device, width)
+            return PersistentBuffer(rows, dtype, pad_value, staging, width)
 
         self.input_ids = buffer(max_num_tokens, torch.int64)
         self.positions = buffer(max_num_tokens, torch.int64)
@@ -37,6 +44,7 @@ class InputBuffers:
         self.state_indices = buffer(max_num_reqs, torch.int32)
         self.block_table = buffer(max_num_reqs, torch.int32, width=max_blocks)
         self.logits_rows = buffer(max_num_reqs, torch.int64)
+        self.sampled_rows = buffer(max_num_reqs, torch.int64)
 
     def _buffers(self) -> Iterator[PersistentBuffer]:
         return (x for x in vars(self).values() if isinstance(x, PersistentBuffer))

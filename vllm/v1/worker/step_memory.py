@@ -124,6 +124,7 @@ def _prepare(
             block_size + np.arange(real) % block_size,
             np.ones(num_reqs, dtype=np.int32),
         )
+    runner.stream.wait()
     zeros = torch.zeros(plan.num_tokens_padded, dtype=torch.int64, device=runner.device)
     return runner.forward_context(plan, common), zeros
 

@@ -116,7 +116,7 @@ INLINE void decode(const uint8_t* from, fp16* to) {
   vw h = __builtin_convertvector(load_bits<vc>(from), vw) << 7;
 #endif
   vw nan = (vw)((h & 0x3f80) == 0x3f80) & 0x7c00;
-  store_bits(to, (vw)(h + (h & 0x4000) | nan));  // the sign one place up
+  store_bits(to, (vw)((h + (h & 0x4000)) | nan));  // the sign one place up
 }
 
 // The rows of a cache of P where they lie; those of e4m3 decoded into `room`, as `rows` then lists them.

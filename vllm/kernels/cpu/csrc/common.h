@@ -124,7 +124,7 @@ INLINE void store(fp16* p, vf v) {
 INLINE void store(e4m3* p, vf v) {
   vu u = (vu)v, size = u & 0x7fffffffu;
   size = (vf)size > splat(448.0f) ? (vu)splat(448.0f) : size;
-  vu normal = (size + 0x7ffffu + (size >> 20 & 1u) >> 20) - (120u << 3);
+  vu normal = ((size + 0x7ffffu + (size >> 20 & 1u)) >> 20) - (120u << 3);
   vu small = (vu)((vf)size + splat(16384.0f)) - (vu)splat(16384.0f);  // whole 2^-9, e4m3's least
   vu code = v != v ? vu{} + 0x7fu : (vf)size < splat(0.015625f) ? small : normal;
   store_bits(p, __builtin_convertvector(code | (u >> 24 & 0x80u), vb));

@@ -451,7 +451,7 @@ void fp8_to_int8(const PackArgs& a, const uint8_t* codes, int64_t n, int64_t k0,
                  bf16* to) {
   float value[32] = {}, most = 0;
   for (int64_t i = 0; i < n; i++) {
-    int c = codes[i], exponent = c >> 3 & 15, mantissa = exponent ? c & 7 | 8 : c & 7;
+    int c = codes[i], exponent = c >> 3 & 15, mantissa = exponent ? (c & 7) | 8 : c & 7;
     float size = (c & 127) == 127 ? NAN : std::ldexp((float)mantissa, (exponent ? exponent : 1) - 10);
     value[i] = (c & 128 ? -size : size) * scale_at(a.scales, a.fp8_scale_dtype, first_scale + (k0 + i) / a.fp8_group);
     most = std::fabs(value[i]) <= most ? most : std::fabs(value[i]) < INF ? std::fabs(value[i]) : NAN;
@@ -674,7 +674,7 @@ void round_row(const Quantized& q, float* x) {
       n = (v + magic) - magic;
     } else {
       vu u = (vu)v;
-      vf normal = (vf)(u + 0x7ffffu + (u >> 20 & 1u) & 0xfff00000u), size = (vf)(u & 0x7fffffffu);
+      vf normal = (vf)((u + 0x7ffffu + (u >> 20 & 1u)) & 0xfff00000u), size = (vf)(u & 0x7fffffffu);
       n = size < splat(0.015625f) ? (v + tiny) - tiny : v == v ? normal : v;
     }
     store(x + k, n * scale);

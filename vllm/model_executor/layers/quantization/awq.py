@@ -11,17 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm.kernels.quantized import QuantizedWeight
-from vllm.model_executor.layers.quantization.base import (
-    Rows,
-    checked_scales,
-    expect,
-    joined,
-    nibbles,
-    own,
-    raw,
-    take,
-    unless_implied,
-)
+from vllm.model_executor.layers.quantization import base
 from vllm.model_executor.model_loader.weight_utils import StoredTensor
 
 _NIBBLE_OF_COLUMN = [0, 4, 1, 5, 2, 6, 3, 7]
@@ -30,7 +20,7 @@ _NIBBLE_OF_COLUMN = [0, 4, 1, 5, 2, 6, 3, 7]
 def unpacked(words: Tensor) -> Tensor:
     """int32 [M, N / 8] -> uint8 [M, N], columns in order."""
     M = words.shape[0]
-    return nibbles(words.view(torch.uint8)).view(M, -1, 8)[..., _NIBBLE_OF_COLUMN].view(M, -1)
+    return base.nibbles(words.view(torch.uint8)).view(M, -1, 8)[..., _NIBBLE_OF_COLUMN].view(M, -1)
 
 
 def awq_matrix(
@@ -40,19 +30,19 @@ def awq_matrix(
     if K % 2 or not 0 < groups <= K or K % groups:
         raise ValueError(f"{codes.name} {list(codes.shape)} does not fit {scales.name} {list(scales.shape)}")
     group_size = K // groups
-    expect(codes, (K, N // 8))
-    expect(zeros, (groups, N // 8))
+    base.expect(codes, (K, N // 8))
+    base.expect(zeros, (groups, N // 8))
 
-    def read(dtype: torch.dtype, rows: Rows) -> QuantizedWeight:
-        of_rows = take(own(scales).T, rows).contiguous()
-        z = unless_implied(name, take(unpacked(raw(zeros)).T, rows).contiguous(), "int4", symmetric)
-        pairs = unpacked(raw(codes)).view(K // 2, 2, N)
-        held = take((pairs[:, 0] | pairs[:, 1] << 4).T, rows).contiguous()
-        return checked_scales(
+    def read(dtype: torch.dtype, rows: base.Rows) -> QuantizedWeight:
+        of_rows = base.take(base.own(scales).T, rows).contiguous()
+        z = base.unless_implied(name, base.take(unpacked(base.raw(zeros)).T, rows).contiguous(), "int4", symmetric)
+        pairs = unpacked(base.raw(codes)).view(K // 2, 2, N)
+        held = base.take((pairs[:, 0] | pairs[:, 1] << 4).T, rows).contiguous()
+        return base.checked_scales(
             f"{name}.weight",
             of_rows,
             lambda s: QuantizedWeight("int4", len(held), K, group_size, dtype, held, s, z),
             signed=True,
         )
 
-    return joined(codes, name, (N, K), "int4", group_size, read)
+    return base.joined(codes, name, (N, K), "int4", group_size, read)

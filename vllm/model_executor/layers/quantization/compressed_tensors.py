@@ -17,21 +17,7 @@ from typing import Any
 import torch
 
 from vllm.kernels.quantized import QuantizedWeight
-from vllm.model_executor.layers.quantization.base import (
-    FP8,
-    INPUT_PARTS,
-    QuantizationConfig,
-    Rows,
-    check_input_scales,
-    checked_scales,
-    expect,
-    joined,
-    nibbles,
-    own,
-    part,
-    raw,
-    take,
-)
+from vllm.model_executor.layers.quantization import base
 from vllm.model_executor.layers.quantization.fp8 import fp8_matrix
 from vllm.model_executor.layers.quantization.gptq import in_order_of_groups
 from vllm.model_executor.layers.quantization.mxfp4 import mxfp4_matrix
@@ -43,10 +29,10 @@ _FORMATS = (
 )  # fmt: skip
 
 
-class CompressedTensorsConfig(QuantizationConfig):
+class CompressedTensorsConfig(base.QuantizationConfig):
     method = "compressed-tensors"
     anchors = ("weight", "weight_packed")
-    parts = ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", *INPUT_PARTS)
+    parts = ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", *base.INPUT_PARTS)
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
@@ -99,26 +85,26 @@ class CompressedTensorsConfig(QuantizationConfig):
 
     def is_anchor(self, tensor: StoredTensor, leaf: str) -> bool:
         return len(tensor.shape) == 2 and (
-            leaf == "weight_packed" or (leaf == "weight" and tensor.dtype in (FP8, torch.int8))
+            leaf == "weight_packed" or (leaf == "weight" and tensor.dtype in (base.FP8, torch.int8))
         )
 
     def matrix(self, name: str, found: dict[str, StoredTensor], shape: tuple[int, ...] | None) -> StoredTensor:
-        group, scales = self._group(name), part(found, "weight_scale", name)
+        group, scales = self._group(name), base.part(found, "weight_scale", name)
         weights, rounds = group.get("weights") or {}, self._rounds(group)
         if "weight_packed" in found and found["weight_packed"].dtype is torch.uint8:
             packed = found["weight_packed"]
             return mxfp4_matrix(f"{name}.weight", packed, scales, (packed.shape[0], 2 * packed.shape[1]))
-        if "weight" in found and found["weight"].dtype is FP8:
+        if "weight" in found and found["weight"].dtype is base.FP8:
             block = weights.get("block_structure")
             return fp8_matrix(name, found, scales, tuple(block) if block else None, rounds == "fp8")
         rounds = None if rounds == "fp8" else rounds
-        check_input_scales(name, found, rounds is not None)
+        base.check_input_scales(name, found, rounds is not None)
         if "weight" in found:
             N, K = found["weight"].shape
             return self._integers(name, found["weight"], found, (N, K), 8, rounds, weights.get("group_size"))
         packed, (N, words) = found["weight_packed"], found["weight_packed"].shape
-        expect(part(found, "weight_shape", name), (2,))
-        rows, K = raw(found["weight_shape"]).tolist()
+        base.expect(base.part(found, "weight_shape", name), (2,))
+        rows, K = base.raw(found["weight_shape"]).tolist()
         bits = next((b for b in (4, 8) if words == -(-K * b // 32)), 0)
         if rows != N or not bits:
             raise ValueError(
@@ -143,26 +129,26 @@ class CompressedTensorsConfig(QuantizationConfig):
             raise ValueError(f"{scales.name} {list(scales.shape)} does not fit a weight {list(shape)}")
         fits = said is not None and said > 0 and -(-K // said) == groups
         group_size = said if fits and said is not None else -(-K // groups)
-        expect(scales, (N, groups), *([(), (1,), (N,), (1, 1)] if groups == 1 else []))
+        base.expect(scales, (N, groups), *([(), (1,), (N,), (1, 1)] if groups == 1 else []))
         packed_zeros = codes.name.endswith("_packed")
         if zeros is not None:
-            expect(zeros, (-(-N * bits // 32), groups) if packed_zeros else scales.shape)
+            base.expect(zeros, (-(-N * bits // 32), groups) if packed_zeros else scales.shape)
         format, order = f"int{bits}", found.get("weight_g_idx")
         if order is not None:
-            expect(order, (K,))
+            base.expect(order, (K,))
 
-        def read(dtype: torch.dtype, rows: Rows) -> QuantizedWeight:
-            of_rows = take(own(scales).reshape(-1, groups).expand(N, groups), rows).contiguous()
+        def read(dtype: torch.dtype, rows: base.Rows) -> QuantizedWeight:
+            of_rows = base.take(base.own(scales).reshape(-1, groups).expand(N, groups), rows).contiguous()
             z = None
             if zeros is not None and packed_zeros:
-                words = raw(zeros).T.contiguous().view(torch.uint8)  # [groups, 4 bytes a word]
-                z = (nibbles(words) if bits == 4 else words ^ 0x80)[:, :N].T
+                words = base.raw(zeros).T.contiguous().view(torch.uint8)  # [groups, 4 bytes a word]
+                z = (base.nibbles(words) if bits == 4 else words ^ 0x80)[:, :N].T
                 z = z if bits == 4 else z.contiguous().view(torch.int8)
             elif zeros is not None:
-                z = own(zeros).reshape(-1, groups).expand(N, groups)
-            z = None if z is None else take(z, rows).contiguous()
-            g_idx = None if order is None else own(order)
-            held = raw(codes, rows).contiguous()
+                z = base.own(zeros).reshape(-1, groups).expand(N, groups)
+            z = None if z is None else base.take(z, rows).contiguous()
+            g_idx = None if order is None else base.own(order)
+            held = base.raw(codes, rows).contiguous()
             if packed_zeros:
                 held = held.view(torch.uint8)[:, : math.ceil(K * bits / 8)]
                 held = held if bits == 4 else held ^ 0x80
@@ -170,7 +156,7 @@ class CompressedTensorsConfig(QuantizationConfig):
             input_order = None
             if g_idx is not None:
                 held, input_order = in_order_of_groups(name, format, held, g_idx, group_size)
-            return checked_scales(
+            return base.checked_scales(
                 f"{name}.weight",
                 of_rows,
                 lambda s: QuantizedWeight(
@@ -190,6 +176,6 @@ class CompressedTensorsConfig(QuantizationConfig):
 
         def ordered() -> bool:
             assert order is not None
-            return bool((raw(order) != torch.arange(K, device="cpu") // group_size).any())
+            return bool((base.raw(order) != torch.arange(K, device="cpu") // group_size).any())
 
-        return joined(codes, name, shape, format, group_size, read, bool if order is None else ordered)
+        return base.joined(codes, name, shape, format, group_size, read, bool if order is None else ordered)

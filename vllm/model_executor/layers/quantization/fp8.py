@@ -16,19 +16,7 @@ from typing import Any
 import torch
 
 from vllm.kernels.quantized import QuantizedWeight, multiplies_fp8
-from vllm.model_executor.layers.quantization.base import (
-    FP8,
-    INPUT_PARTS,
-    QuantizationConfig,
-    Rows,
-    check_input_scales,
-    checked_scales,
-    expect,
-    joined,
-    part,
-    raw,
-    take,
-)
+from vllm.model_executor.layers.quantization import base
 from vllm.model_executor.model_loader.weight_utils import StoredTensor
 
 
@@ -41,32 +29,32 @@ def fp8_matrix(
     N, K = codes.shape
     in_blocks = block is not None and scales.shape == (-(-N // block[0]), -(-K // block[1]))
     if not in_blocks:
-        expect(
+        base.expect(
             scales,
             *([(-(-N // block[0]), -(-K // block[1]))] if block else []),
             (), (1,), (1, 1), (N,), (N, 1),
         )  # fmt: skip
     rows_each, group_size = block if in_blocks and block is not None else (N // math.prod(scales.shape), K)
     activations = "fp8" if rounds and not in_blocks and multiplies_fp8(torch.get_default_device()) else None
-    check_input_scales(name, found, activations is not None)
+    base.check_input_scales(name, found, activations is not None)
 
-    def read(dtype: torch.dtype, rows: Rows) -> QuantizedWeight:
-        of_blocks = raw(scales).float().reshape(-1, -(-K // group_size))
-        of_rows = of_blocks[take(torch.arange(N, device="cpu"), rows) // rows_each]
-        bits = raw(codes, rows).view(torch.uint8)
-        return checked_scales(
+    def read(dtype: torch.dtype, rows: base.Rows) -> QuantizedWeight:
+        of_blocks = base.raw(scales).float().reshape(-1, -(-K // group_size))
+        of_rows = of_blocks[base.take(torch.arange(N, device="cpu"), rows) // rows_each]
+        bits = base.raw(codes, rows).view(torch.uint8)
+        return base.checked_scales(
             f"{name}.weight",
             of_rows,
             lambda s: QuantizedWeight("fp8", len(bits), K, min(group_size, K), dtype, bits, s, activations=activations),
         )
 
-    return joined(codes, name, (N, K), "fp8", group_size, read)
+    return base.joined(codes, name, (N, K), "fp8", group_size, read)
 
 
-class Fp8Config(QuantizationConfig):
+class Fp8Config(base.QuantizationConfig):
     method = "fp8"
     anchors = ("weight",)
-    parts = ("weight_scale_inv", "weight_scale", *INPUT_PARTS)
+    parts = ("weight_scale_inv", "weight_scale", *base.INPUT_PARTS)
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
@@ -81,9 +69,9 @@ class Fp8Config(QuantizationConfig):
         self.form = ("fp8", self.block[1] if self.block else 1 << 62)
 
     def is_anchor(self, tensor: StoredTensor, leaf: str) -> bool:
-        return leaf == "weight" and tensor.dtype is FP8 and len(tensor.shape) == 2
+        return leaf == "weight" and tensor.dtype is base.FP8 and len(tensor.shape) == 2
 
     def matrix(self, name: str, found: dict[str, StoredTensor], shape: tuple[int, ...] | None) -> StoredTensor:
         inverse = "weight_scale_inv" in found or (self.block is not None and "weight_scale" not in found)
-        scales = part(found, "weight_scale_inv" if inverse else "weight_scale", name)
+        scales = base.part(found, "weight_scale_inv" if inverse else "weight_scale", name)
         return fp8_matrix(name, found, scales, self.block, True)

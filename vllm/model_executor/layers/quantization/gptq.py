@@ -17,21 +17,8 @@ from torch import Tensor
 
 from vllm.kernels.quantized import QuantizedWeight
 from vllm.logger import log_once
+from vllm.model_executor.layers.quantization import base
 from vllm.model_executor.layers.quantization.awq import awq_matrix
-from vllm.model_executor.layers.quantization.base import (
-    QuantizationConfig,
-    Rows,
-    checked_scales,
-    expect,
-    joined,
-    logger,
-    nibbles,
-    own,
-    part,
-    raw,
-    take,
-    unless_implied,
-)
 from vllm.model_executor.model_loader.weight_utils import StoredTensor
 from vllm.model_executor.parameter import WeightSpec
 
@@ -57,11 +44,11 @@ def in_order_of_groups(
         )
     if format == "int8":
         return codes[:, order], order
-    halves = nibbles(codes)[:, order]
+    halves = base.nibbles(codes)[:, order]
     return halves[:, ::2] | halves[:, 1::2] << 4, order
 
 
-class GPTQConfig(QuantizationConfig):
+class GPTQConfig(base.QuantizationConfig):
     method = "gptq"
     anchors = ("qweight",)
     parts = ("qzeros", "scales", "g_idx")
@@ -95,7 +82,7 @@ class GPTQConfig(QuantizationConfig):
         return super().adapt([tensor for tensor in stored if not is_made_up(tensor)], specs)
 
     def matrix(self, name: str, found: dict[str, StoredTensor], shape: tuple[int, ...] | None) -> StoredTensor:
-        codes, scales = found["qweight"], part(found, "scales", name)
+        codes, scales = found["qweight"], base.part(found, "scales", name)
         if len(codes.shape) != 2 or len(scales.shape) != 2 or codes.dtype is not torch.int32:
             raise ValueError(
                 f"{codes.name} {list(codes.shape)} {codes.dtype} with {scales.name} {list(scales.shape)}: needed are "
@@ -105,19 +92,21 @@ class GPTQConfig(QuantizationConfig):
         if codes.shape[1] != N and codes.shape[1] * 8 == N:
             if self.method == "gptq":
                 log_once(
-                    logger,
+                    base.logger,
                     logging.WARNING,
                     "the config says gptq, but matrices are packed as awq does: they are read so",
                 )
-            return awq_matrix(name, codes, part(found, "qzeros", name), scales, self.symmetric)
+            return awq_matrix(name, codes, base.part(found, "qzeros", name), scales, self.symmetric)
         if self.method == "awq":
             log_once(
-                logger, logging.WARNING, "the config says awq, but matrices are packed as gptq does: they are read so"
+                base.logger,
+                logging.WARNING,
+                "the config says awq, but matrices are packed as gptq does: they are read so",
             )
         return self._gptq_matrix(name, found, shape)
 
     def _gptq_matrix(self, name: str, found: dict[str, StoredTensor], shape: tuple[int, ...] | None) -> StoredTensor:
-        codes, scales, zeros = found["qweight"], found["scales"], part(found, "qzeros", name)
+        codes, scales, zeros = found["qweight"], found["scales"], base.part(found, "qzeros", name)
         order = found.get("g_idx")
         (words, N), (groups, _) = codes.shape, scales.shape
         K = order.shape[0] if order is not None else shape[1] if shape else words * 32 // self.bits
@@ -126,26 +115,26 @@ class GPTQConfig(QuantizationConfig):
             raise ValueError(
                 f"{codes.name} {list(codes.shape)} holds {K} columns in {words * 32 / K:g} bits; 4 and 8 are supported"
             )
-        expect(scales, (groups, N))
-        expect(zeros, (groups, N * bits // 32))
+        base.expect(scales, (groups, N))
+        base.expect(zeros, (groups, N * bits // 32))
         said = self.form[1]
         group_size = min(said, K) if -(-K // min(said, K)) == groups else -(-K // groups)
         format = f"int{bits}"
 
-        def read(dtype: torch.dtype, rows: Rows) -> QuantizedWeight:
-            of_rows = take(own(scales).T, rows).contiguous()
-            words = raw(zeros)
+        def read(dtype: torch.dtype, rows: base.Rows) -> QuantizedWeight:
+            of_rows = base.take(base.own(scales).T, rows).contiguous()
+            words = base.raw(zeros)
             z = (words + _WORD_OF_ONES[bits] if self.zeros_less_one else words.clone()).view(torch.uint8)
-            z = take((nibbles(z) if bits == 4 else z ^ 0x80).T, rows).contiguous()
-            of_groups = unless_implied(name, z if bits == 4 else z.view(torch.int8), format, self.symmetric)
-            g_idx = None if order is None else own(order)
-            held = raw(codes).view(torch.uint8).view(-1, N, 4).transpose(0, 1)
-            held = take(held, rows).flatten(1)
+            z = base.take((base.nibbles(z) if bits == 4 else z ^ 0x80).T, rows).contiguous()
+            of_groups = base.unless_implied(name, z if bits == 4 else z.view(torch.int8), format, self.symmetric)
+            g_idx = None if order is None else base.own(order)
+            held = base.raw(codes).view(torch.uint8).view(-1, N, 4).transpose(0, 1)
+            held = base.take(held, rows).flatten(1)
             held = held if bits == 4 else held ^ 0x80
             input_order = None
             if g_idx is not None:
                 held, input_order = in_order_of_groups(name, format, held, g_idx, group_size)
-            return checked_scales(
+            return base.checked_scales(
                 f"{name}.weight",
                 of_rows,
                 lambda s: QuantizedWeight(
@@ -156,9 +145,9 @@ class GPTQConfig(QuantizationConfig):
 
         def ordered() -> bool:
             assert order is not None
-            return bool((raw(order) != torch.arange(K, device="cpu") // group_size).any())
+            return bool((base.raw(order) != torch.arange(K, device="cpu") // group_size).any())
 
-        return joined(codes, name, (N, K), format, group_size, read, bool if order is None else ordered)
+        return base.joined(codes, name, (N, K), format, group_size, read, bool if order is None else ordered)
 
 
 class AWQConfig(GPTQConfig):

@@ -11,15 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from vllm.kernels.quantized import QuantizedWeight
-from vllm.model_executor.layers.quantization.base import (
-    QuantizationConfig,
-    Rows,
-    checked_scales,
-    expect,
-    joined,
-    raw,
-    take,
-)
+from vllm.model_executor.layers.quantization import base
 from vllm.model_executor.model_loader.weight_utils import StoredTensor
 from vllm.model_executor.parameter import WeightSpec
 
@@ -44,22 +36,24 @@ def mxfp4_matrix(
     """Matrix [N, K], ``shape``: of ``expert``, where the tensors stack several, those rows that are in ``every``."""
     (N, K), lead = shape, () if expert is None else codes.shape[:1]
     all_rows = N if every == slice(None) else 2 * N
-    expect(codes, (*lead, all_rows, K // 2), (*lead, all_rows, K // _GROUP, _GROUP // 2))
-    expect(scales, (*lead, all_rows, K // _GROUP))
+    base.expect(codes, (*lead, all_rows, K // 2), (*lead, all_rows, K // _GROUP, _GROUP // 2))
+    base.expect(scales, (*lead, all_rows, K // _GROUP))
 
-    def part(tensor: StoredTensor, rows: Rows, columns: int) -> torch.Tensor:
-        held = raw(tensor, None if expert is None else slice(expert, expert + 1))
-        return take(held.view(torch.uint8).reshape(all_rows, columns)[every], rows)
+    def part(tensor: StoredTensor, rows: base.Rows, columns: int) -> torch.Tensor:
+        held = base.raw(tensor, None if expert is None else slice(expert, expert + 1))
+        return base.take(held.view(torch.uint8).reshape(all_rows, columns)[every], rows)
 
-    def read(dtype: torch.dtype, rows: Rows) -> QuantizedWeight:
+    def read(dtype: torch.dtype, rows: base.Rows) -> QuantizedWeight:
         powers = powers_of_two(part(scales, rows, K // _GROUP).clone())
         held = part(codes, rows, K // 2)
-        return checked_scales(name, powers, lambda s: QuantizedWeight("mxfp4", len(held), K, _GROUP, dtype, held, s))
+        return base.checked_scales(
+            name, powers, lambda s: QuantizedWeight("mxfp4", len(held), K, _GROUP, dtype, held, s)
+        )
 
-    return joined(codes, name.removesuffix(".weight"), shape, "mxfp4", _GROUP, read)
+    return base.joined(codes, name.removesuffix(".weight"), shape, "mxfp4", _GROUP, read)
 
 
-class Mxfp4Config(QuantizationConfig):
+class Mxfp4Config(base.QuantizationConfig):
     method = "mxfp4"
     form = ("mxfp4", _GROUP)
 

@@ -24,6 +24,12 @@ class Scheduler:
     ``running`` followed by ``waiting`` is always in order of arrival: the last running request gives way when blocks
     run out and waits in front, and none is admitted past the first that waits. So the oldest request moves in every
     step, and each request ends after a bounded number of steps.
+
+    A step may be scheduled before the one before it was taken in. Tokens of that one which are not known yet are
+    counted, and read on the device. A request is left out where that does not do: one that is known to end by its
+    length, or whose next token depends on them through the host. What the host learns too late costs the row that the
+    later step runs for the request: ``update_from_output`` drops it. Blocks and state slots that a request gives up are
+    free at once, since whatever their next holder does to them is launched after all that was scheduled before.
     """
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -40,6 +46,9 @@ class Scheduler:
         self.running: list[Request] = []
         self.counts = RequestCounts()
         self._finished_req_ids: set[str] = set()
+        # Steps that were not taken in, each with the requests whose row of it counts for nothing.
+        self._in_flight: deque[tuple[SchedulerOutput, set[Request]]] = deque()
+        self._restarted: set[str] = set()
 
     def add_request(self, request: Request) -> None:
         """Queue ``request``.
@@ -84,13 +93,23 @@ class Scheduler:
         for request in finished:
             self._end(request, status)
         if finished:
-            self.running = [r for r in self.running if not r.status.is_finished]
-            self.waiting = deque(r for r in self.waiting if not r.status.is_finished)
+            self._remove_finished()
 
     def _end(self, request: Request, status: RequestStatus) -> None:
         request.status = status
         self.kv_cache_manager.release(request)
         self._finished_req_ids.add(request.request_id)
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether nothing can be scheduled before the step in flight is taken in."""
+        return not self.waiting and all(self._waits(request) for request in self.running)
+
+    @staticmethod
+    def _waits(request: Request) -> bool:
+        """Whether ``request`` cannot go on before its tokens in flight are known."""
+        ahead = request.num_in_flight
+        return ahead > 0 and (request.reads_tokens or len(request.all_token_ids) + ahead >= request.max_num_tokens)
 
     def schedule(self) -> SchedulerOutput:
         """What the next step runs: the running requests in order, then those admitted, within the token budget.
@@ -103,45 +122,78 @@ class Scheduler:
         requests: list[Request] = []
         counts: list[int] = []
         new_block_ids: list[list[int]] = []
+        computed_before: list[int] = []
+        samples: list[bool] = []
         started: set[str] = set()
-        preempted: set[str] = set()
+        preempted, self._restarted = self._restarted, set()
+        any_preempted = False
 
+        def run(request: Request, count: int, known: int, blocks: list[int]) -> None:
+            requests.append(request)
+            counts.append(count)
+            new_block_ids.append(blocks)
+            computed_before.append(request.num_computed_tokens)
+            request.num_computed_tokens += count
+            samples.append(request.num_computed_tokens == known)
+            request.num_in_flight += samples[-1]
+
+        if self._in_flight:
+            self._cache_running()
         index = 0
         while index < len(running) and budget > 0:
             request = running[index]
-            computed = request.num_computed_tokens
-            count = min(len(request.all_token_ids) - computed, budget)
+            if request.num_in_flight and self._waits(request):
+                index += 1
+                continue
+            computed, known = request.num_computed_tokens, len(request.all_token_ids) + request.num_in_flight
+            count = min(known - computed, budget)
             blocks: list[int] | None = []
             if computed + count > len(request.block_ids) * block_size:
                 while (blocks := self.kv_cache_manager.grow(request, computed + count)) is None:
                     victim = running.pop()
                     self._preempt(victim)
                     preempted.add(victim.request_id)
+                    any_preempted = True
                     if victim is request:
                         break
             if blocks is None:
                 break
-            requests.append(request)
-            counts.append(count)
-            new_block_ids.append(blocks)
+            run(request, count, known, blocks)
             budget -= count
             index += 1
 
-        while self.waiting and budget > 0 and len(running) < self.max_num_seqs and not preempted:
+        while self.waiting and budget > 0 and len(running) < self.max_num_seqs and not any_preempted:
             request = self.waiting[0]
-            if not self._admit(request, budget):
+            if request.num_in_flight or not self._admit(request, budget):
                 break
             self.waiting.popleft()
             running.append(request)
-            count = min(request.num_tokens - request.num_computed_tokens, budget)
-            requests.append(request)
-            counts.append(count)
-            new_block_ids.append(list(request.block_ids))
             started.add(request.request_id)
+            count = min(request.num_tokens - request.num_computed_tokens, budget)
+            run(request, count, request.num_tokens, list(request.block_ids))
             budget -= count
 
         finished, self._finished_req_ids = frozenset(self._finished_req_ids), set()
-        return SchedulerOutput(requests, counts, new_block_ids, frozenset(started), finished, frozenset(preempted))
+        step = SchedulerOutput(
+            requests,
+            counts,
+            new_block_ids,
+            computed_before,
+            samples,
+            frozenset(started),
+            finished,
+            frozenset(preempted),
+        )
+        self._in_flight.append((step, set()))
+        return step
+
+    def _cache_running(self) -> None:
+        """Offer what the step in flight computes, as if it had been taken in: this step runs after it."""
+        if self.kv_cache_manager.enable_prefix_caching:
+            for request in self.running:
+                num_tokens = min(request.num_computed_tokens, len(request.all_token_ids))
+                if num_tokens // self.kv_cache_config.block_size > request.num_cached_blocks:
+                    self.kv_cache_manager.cache_computed(request, num_tokens)
 
     def _admit(self, request: Request, budget: int) -> bool:
         """Start ``request``, which waits first in line, if cache and ``budget`` allow."""
@@ -168,35 +220,44 @@ class Scheduler:
     def update_from_output(
         self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
     ) -> list[EngineCoreOutput]:
-        """Take in a step's tokens: advance its requests, end those that are done.
+        """Take in a step's tokens: advance its requests, end those that are done. Steps are taken in as they were
+        scheduled, and another one may have been scheduled since: rows of requests that ended meanwhile are dropped.
 
         Returns one output for each request that got a token or prompt log-probabilities, or ended.
         """
-        running_status, caching = RequestStatus.RUNNING, self.kv_cache_manager.enable_prefix_caching
+        in_flight, dropped = self._in_flight.popleft()
+        assert in_flight is scheduler_output, "a step is taken in before an earlier one"
+        caching = self.kv_cache_manager.enable_prefix_caching
         block_size, logprobs = self.kv_cache_config.block_size, runner_output.logprobs
         requests, counts = scheduler_output.requests, scheduler_output.num_scheduled_tokens
+        starts, samples = scheduler_output.num_computed_tokens, scheduler_output.samples
         sampled = runner_output.sampled_token_ids
         assert len(sampled) == len(requests), f"{len(sampled)} rows of sampled tokens for {len(requests)} requests"
         scored = runner_output.prompt_logprobs
         outputs: list[EngineCoreOutput] = []
         any_ended = False
-        for request, count, token_ids in zip(requests, counts, sampled, strict=True):
-            if request.status is not running_status:
-                continue
+        for request, start, count, samples_one, token_ids in zip(
+            requests, starts, counts, samples, sampled, strict=True
+        ):
             request_id, all_token_ids = request.request_id, request.all_token_ids
-            if request_id in runner_output.nan_req_ids:
-                self.kv_cache_manager.drop_cached(request)
+            is_nan, is_dropped = request_id in runner_output.nan_req_ids, request in dropped
+            if is_nan:
+                self._drop_corrupted(request)
+            if not is_dropped:
+                request.num_in_flight -= samples_one
+            if is_dropped or request.status.is_finished:
+                continue
+            if is_nan:
                 ended, token_ids, prompt_logprobs = RequestStatus.FINISHED_ERROR, [], None
                 request.stop_reason = "the model's logits are not finite"
                 self.counts.corrupted += 1
             else:
-                start = request.num_computed_tokens
-                computed = request.num_computed_tokens = start + count
+                computed = start + count
                 assert len(token_ids) == (computed == len(all_token_ids)), (
                     f"{request_id}: {len(token_ids)} tokens sampled after {computed} of {len(all_token_ids)}"
                 )
                 if caching and computed // block_size > request.num_cached_blocks:
-                    self.kv_cache_manager.cache_computed(request)
+                    self.kv_cache_manager.cache_computed(request, computed)
                 prompt_logprobs = self._new_prompt_logprobs(request, start, scored) if scored else None
                 ended = None
                 if request_id in runner_output.undrawable:
@@ -228,8 +289,36 @@ class Scheduler:
                     )
                 )
         if any_ended:
-            self.running = [r for r in self.running if r.status is running_status]
+            self._remove_finished()
         return outputs
+
+    def _remove_finished(self) -> None:
+        self.running = [r for r in self.running if not r.status.is_finished]
+        if any(r.status.is_finished for r in self.waiting):
+            self.waiting = deque(r for r in self.waiting if not r.status.is_finished)
+
+    def _drop_corrupted(self, request: Request) -> None:
+        """No later request finds what ``request`` computed, or what was computed on top of it. Those that a later step
+        has started on it start again, after all of that step."""
+        holds = set(request.block_ids)
+        self.kv_cache_manager.drop_cached(request)
+        if not holds and self._in_flight:  # it gave up its blocks when a later step was scheduled, or after
+            self.reset_prefix_cache()
+        for step, dropped in self._in_flight:
+            for other, start in zip(step.requests, step.num_computed_tokens, strict=True):
+                found = set(other.block_ids[: start // self.kv_cache_config.block_size])
+                if (
+                    other.request_id in step.started
+                    and other in self.running
+                    and found
+                    and (not holds or holds & found)
+                ):
+                    for victim in reversed(self.running[self.running.index(other) :]):
+                        self.running.pop()
+                        self._preempt(victim)
+                        victim.num_in_flight = 0
+                        dropped.add(victim)
+                        self._restarted.add(victim.request_id)
 
     @staticmethod
     def _new_prompt_logprobs(request: Request, start: int, scored: dict[str, LogprobsLists]) -> LogprobsLists | None:

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps that are scheduled ahead give what steps one at a time give, whenever the host learns of a request's end.
+
+On CPU a thread stands for the device (``ThreadStream``): here it is late by random delays, so that a step is prepared
+while another one runs. What the two engines are given is drawn; memory that nobody wrote is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_hybrids as hybrids
+import tiny_models as tiny
+import torch
+from async_cases import Arrival, compare, drive, late
+from drawn import HealthCheck, given, settings, st
+from entrypoints.engine_fakes import save_byte_llama
+
+from vllm import SamplingParams
+from vllm.v1 import transfers
+
+BLOCK = 16
+LIMITS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 96,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 48,
+    "num_gpu_blocks_override": 64,
+    "block_size": BLOCK,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bytes")
+    save_byte_llama(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def engines(folder: Path) -> Iterator[Callable[..., tuple[Any, Any]]]:
+    """Of the same settings, one that schedules ahead and one that does not; made once."""
+    from vllm import LLM
+
+    made: dict[str, tuple[Any, Any]] = {}
+
+    def make(**kwargs: Any) -> tuple[Any, Any]:
+        if repr(kwargs) not in made:
+            given = {**LIMITS, **kwargs}
+            made[repr(kwargs)] = tuple(LLM(str(folder), async_scheduling=ahead, **given) for ahead in (True, False))
+        return made[repr(kwargs)]
+
+    yield make
+    for pair in made.values():
+        for llm in pair:
+            llm.shutdown()
+
+
+PARAMS = st.fixed_dictionaries(
+    {"max_tokens": st.sampled_from([1, 1, 2, 3, 5, 9, 17]), "temperature": st.sampled_from([0.0, 1.0])},
+    optional={
+        "ignore_eos": st.just(True),
+        "stop_token_ids": st.lists(st.integers(3, 259), min_size=20, max_size=40),
+        "stop": st.lists(st.sampled_from(list("abcdefghij0123456789 ")), min_size=5, max_size=20),
+        "min_tokens": st.just(1),
+        "logprobs": st.sampled_from([0, 2]),
+        "prompt_logprobs": st.just(1),
+        "repetition_penalty": st.just(1.3),
+        "frequency_penalty": st.just(0.5),
+        "top_k": st.just(30),
+    },
+)
+# Prompts that begin alike, so that prefixes are found.
+PROMPTS = st.builds(
+    lambda common, length: tiny.prompt(64)[:common] + tiny.prompt(length, seed=1),
+    st.sampled_from([0, 16, 33]),
+    st.integers(1, 20),
+)
+
+
+@st.composite
+def _arrivals(draw: Any, num_calls: int, most: int, aborts: bool) -> list[Arrival]:
+    arrivals = []
+    for seed in range(draw(st.integers(1, most))):
+        at = draw(st.integers(0, num_calls))
+        aborted_at = at + draw(st.integers(1, 8)) if aborts and draw(st.integers(0, 3)) == 0 else None
+        arrivals.append(Arrival(at, draw(PROMPTS), {"seed": seed, **draw(PARAMS)}, aborted_at))
+    return arrivals
+
+
+FUZZ = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True, "database": None}
+
+
+@given(arrivals=_arrivals(12, 5, aborts=True))
+@settings(max_examples=25, **FUZZ)
+@pytest.mark.usefixtures("nan_poison")
+def test_the_same_comes_of_steps_ahead(engines: Any, arrivals: list[Arrival]) -> None:
+    """Room for all: cached tokens are the same, too."""
+    ahead, one_by_one = engines(max_num_seqs=8)
+    for llm in (ahead, one_by_one):
+        llm.reset_prefix_cache()
+    with late(0.002):
+        found = drive(ahead, arrivals)
+    compare(found, drive(one_by_one, arrivals))
+
+
+@given(arrivals=_arrivals(6, 7, aborts=True))
+@settings(max_examples=15, **FUZZ)
+@pytest.mark.usefixtures("nan_poison")
+def test_the_same_comes_of_steps_ahead_where_blocks_are_short(engines: Any, arrivals: list[Arrival]) -> None:
+    """Requests are preempted, wait for rows, and run in chunks; prefixes are found when they are."""
+    ahead, one_by_one = engines(num_gpu_blocks_override=8, max_num_seqs=3, max_num_batched_tokens=20)
+    with late(0.002):
+        found = drive(ahead, arrivals)
+    compare(found, drive(one_by_one, arrivals), cached=False)
+
+
+# --- what the host learns late ----------------------------------------------------------------------------------------
+
+
+def rows_of_steps(llm: Any) -> list[tuple[int, list[bool]]]:
+    """Step by step the requests that run and those that sample; filled in as the engine steps."""
+    runner, seen = llm.llm_engine.worker.runner, []
+    launch = runner.launch
+
+    def noted(output: Any, has_unfinished: bool) -> Any:
+        seen.append((len(output.requests), list(output.samples)))
+        return launch(output, has_unfinished)
+
+    runner.launch = noted
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("params", "num_rows"),
+    [
+        ({"max_tokens": 1}, [1, 0]),
+        ({"max_tokens": 4}, [1, 1, 1, 1, 0]),  # known to end: nothing is run for it
+        ({"max_tokens": 9, "stop_token_ids": "third"}, [1, 1, 1, 1, 0]),  # the host learns late: one row
+        ({"max_tokens": 3, "repetition_penalty": 1.5}, [1, 1, 1, 0]),  # each waits for its token
+    ],
+)
+def test_a_late_end_costs_at_most_one_row(engines: Any, params: dict[str, Any], num_rows: list[int]) -> None:
+    llm, other = engines(max_num_seqs=8)
+    prompt = tiny.prompt(7, seed=3)
+    given = {"temperature": 0, "ignore_eos": True, **params}
+    if "stop_token_ids" in params:
+        free = drive(other, [Arrival(0, prompt, {"temperature": 0, "ignore_eos": True, "max_tokens": 3})])
+        assert free[0].token_ids.count(free[0].token_ids[2]) == 1
+        given["stop_token_ids"] = [free[0].token_ids[2]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.llm_engine.worker.runner, "launch", llm.llm_engine.worker.runner.launch)
+        seen = rows_of_steps(llm)
+        found = drive(llm, [Arrival(0, prompt, given)])
+    assert [rows for rows, _ in seen] == num_rows
+    compare(found, drive(other, [Arrival(0, prompt, given)]))
+
+
+def test_steps_overlap(engines: Any) -> None:
+    """The next step is launched before the last one has begun, whose tokens it reads."""
+    llm, other = engines(max_num_seqs=8)
+    runner, unfinished, most = llm.llm_engine.worker.runner, 0, 0
+    launch, finish = runner.launch, runner.finish
+
+    def launched(*args: Any) -> Any:
+        nonlocal unfinished, most
+        unfinished += 1
+        most = max(most, unfinished)
+        return launch(*args)
+
+    def finished(step: Any) -> Any:
+        nonlocal unfinished
+        unfinished -= 1
+        return finish(step)
+
+    arrivals = [Arrival(0, tiny.prompt(9), {"temperature": 0, "max_tokens": 12, "ignore_eos": True})]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "launch", launched)
+        patch.setattr(runner, "finish", finished)
+        found = drive(llm, arrivals)
+    assert (most, unfinished) == (2, 0)
+    compare(found, drive(other, arrivals))
+
+
+def test_a_request_takes_the_name_of_one_whose_last_row_is_in_flight(engines: Any) -> None:
+    llm, other = engines(max_num_seqs=8)
+    engine = llm.llm_engine
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    for _ in range(3):
+        engine.add_request("0", {"prompt_token_ids": list(tiny.prompt(9))}, params)
+        engine.step()
+        engine.step()
+        assert engine.engine_core._in_flight is not None
+        engine.abort_request("0")
+    given = [Arrival(0, tiny.prompt(9), {"temperature": 0, "max_tokens": 6, "ignore_eos": True})]
+    compare(drive(llm, given), drive(other, given), cached=False)
+
+
+def test_nan_ends_its_request_and_those_that_began_on_its_blocks_begin_again(engines: Any) -> None:
+    """The second request is admitted on the first one's blocks before the host knows that they hold NaN."""
+    llm, other = engines(max_num_seqs=8)
+    engine, prompt, calls = llm.llm_engine, tiny.prompt(34), []
+    params = {"temperature": 0, "max_tokens": 5, "ignore_eos": True}
+    later = (*prompt[:32], 5, 6, 7)
+
+    def spoil(_: Any, args: tuple[torch.Tensor, torch.Tensor]) -> None:
+        calls.append(args[1].shape[0])
+        if len(calls) == 1:
+            args[1].fill_(torch.nan)
+
+    handle = engine.worker.get_model().model.layers[0].self_attn.register_forward_pre_hook(spoil)
+    engine.add_request("bad", {"prompt_token_ids": list(prompt)}, SamplingParams(**params))
+    engine.step()
+    engine.add_request("good", {"prompt_token_ids": list(later)}, SamplingParams(**params))
+    ended = {}
+    while engine.has_unfinished_requests():
+        ended |= {o.request_id: o.outputs[0] for o in engine.step() if o.finished}
+    handle.remove()
+    assert {name: output.finish_reason for name, output in ended.items()} == {"bad": "error", "good": "length"}
+    # The whole prompt; a token of the first request beside the rest of the second, which began on 32 tokens of NaN.
+    assert calls[:3] == [34, 1 + 3, 35]
+    assert ended["good"].token_ids == drive(other, [Arrival(0, later, params)])[0].token_ids
+    engine.scheduler.check_integrity()
+
+
+def test_work_that_fails_is_told_to_whoever_waits_and_nothing_runs_after_it() -> None:
+    stream, ran = transfers.ThreadStream(), []
+    event = stream.make_event()
+    stream.launch(lambda: {}["work"])
+    stream.launch(lambda: ran.append(1))
+    event.record()
+    with pytest.raises(KeyError, match="work"):
+        event.synchronize()
+    with pytest.raises(KeyError, match="work"):
+        stream.wait()
+    stream.close()
+    assert ran == []
+
+
+# --- the races that others had, put back ------------------------------------------------------------------------------
+
+
+def tiny_llm(like: Any) -> Any:
+    """One that schedules ahead, to be spoilt."""
+    from vllm import LLM
+
+    return LLM(like.llm_engine.model_config.model, async_scheduling=True, **{**LIMITS, "max_num_seqs": 8})
+
+
+def many(num: int, **params: Any) -> list[Arrival]:
+    given = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, **params}
+    return [Arrival(i, tiny.prompt(5 + i, seed=4), given) for i in range(num)]
+
+
+def test_put_back_staging_memory_that_is_written_too_early(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm-project/vllm#54269: what a pending copy reads is overwritten by the next step."""
+    _, other = engines(max_num_seqs=8)
+    expected = drive(other, many(4))
+
+    @contextmanager
+    def at_once(self: transfers.Staging) -> Iterator[None]:
+        self.is_open, self.current = True, 0
+        yield
+
+    llm = tiny_llm(other)
+    with late(0.02):
+        compare(drive(llm, many(4)), expected, cached=False)
+        monkeypatch.setattr(transfers.Staging, "filling", at_once)
+        try:
+            found = [result.token_ids for result in drive(llm, many(4))]
+        except AssertionError as error:  # inputs of two steps in one
+            found = [str(error)]
+    llm.shutdown()
+    assert found != [result.token_ids for result in expected]
+
+
+def test_put_back_a_state_slot_given_away_while_its_last_row_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host clears it at once, and the row of the request that ended writes it again: hybrids' blocks."""
+    limits = {"max_num_seqs": 1, "async_scheduling": True}
+    llm = hybrids.make_llm("qwen3.5-moe", **limits)
+    prompts = [tiny.prompt(9), tiny.prompt(6), tiny.prompt(7)]
+    expected = [hybrids.greedy("qwen3.5-moe", prompt, 8) for prompt in prompts]
+
+    def answers() -> list[tuple[int, ...]]:
+        """Each request but the last ends by its third token, which the host learns late."""
+        given = {"temperature": 0, "ignore_eos": True, "max_tokens": 8}
+        arrivals = [Arrival(0, p, {**given, "stop_token_ids": [e[2]]}) for p, e in zip(prompts, expected, strict=True)]
+        return [tuple(result.token_ids) for result in drive(llm, arrivals)]
+
+    stops = [list(e[: e.index(e[2]) + 1]) for e in expected]
+    with late(0.01):
+        assert answers() == [tuple(s) for s in stops]
+        runner = llm.llm_engine.worker.runner
+        layers = [layer for layer in runner.cached_layers.values() if hasattr(layer, "clear_state")]
+        monkeypatch.setattr(
+            runner, "_clear_state", lambda slot: [layer.clear_state(slot) for layer in layers if slot >= 0]
+        )
+        with late(0.05, seed=3):
+            assert answers() != [tuple(s) for s in stops]
+    llm.shutdown()
