@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -264,15 +265,20 @@ class Device(TorchDispatchMode):
         self._launch(work)
         return made
 
-    def kernel(self, function: Callable[..., Any], shape_of: Callable[..., Any]) -> Callable[..., Any]:
+    def kernel(
+        self, function: Callable[..., Any], shape_of: Callable[..., Any], asks_the_host: bool = True
+    ) -> Callable[..., Any]:
         """``function`` as one operator of the device. ``shape_of`` its arguments: that of what it returns, if anything.
 
         What it reads of the host, it reads when it is launched.
         """
+        function = inspect.unwrap(function)
 
         def call(*args: Any) -> DeviceTensor | None:
             if not isinstance(args[0], DeviceTensor):
                 return function(*args)
+            if not asks_the_host:
+                args = tuple(None if type(x) is torch.Tensor else x for x in args)
             then = [_memory(x if isinstance(x, DeviceTensor) else _copy(x)) for x in args]
             shape = shape_of(*args)
             if shape is None:
@@ -427,16 +433,19 @@ class StandInPlatform(XpuPlatform):
 
 
 @contextmanager
-def stand_in(monkeypatch: pytest.MonkeyPatch, late: bool = True, graphs: bool = False) -> Iterator[Device]:
+def stand_in(
+    monkeypatch: pytest.MonkeyPatch, late: bool = True, graphs: bool = False, ask_the_host: str = ""
+) -> Iterator[Device]:
     """Inside, engines run on the stand-in device; with ``late`` its work is done when the host waits and not before.
 
     Ranks that exchange something take one that is not late: the work of one would wait for the host of another.
+
+    With ``graphs`` it has those of ``torch.xpu``, and of its kernels only ``ask_the_host`` look at the host's lengths.
     """
     device, platform = Device(late), StandInPlatform()
     platform.has_graphs = graphs
     with monkeypatch.context() as patch:
         if graphs:
-            patch.setattr(reference, "ASKS_THE_HOST", ())
             patch.setattr(torch.xpu, "XPUGraph", graph_of(device))
             patch.setattr(torch.xpu, "Stream", Stream)
             patch.setattr(torch.xpu, "current_stream", lambda *_: Stream())
@@ -449,7 +458,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, late: bool = True, graphs: bool = 
             patch.setattr(device_graph.DevicePool, "is_free", True)
         patch.setenv("VLLM_KERNELS", "reference")
         for operator, shape_of in KERNELS.items():
-            patch.setattr(reference, operator, device.kernel(getattr(reference, operator), shape_of))
+            asks = not graphs or operator in ask_the_host
+            patch.setattr(reference, operator, device.kernel(getattr(reference, operator), shape_of, asks))
         patch.setattr("vllm.platforms.get_platform", lambda name: platform)
         for module in (arg_utils, gpu_worker, settings):
             patch.setattr(module, "current_platform", platform)

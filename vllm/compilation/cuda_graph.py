@@ -150,9 +150,10 @@ class StepGraphs:
         self.is_stale = self.is_whole = False
         self.pool: MemoryPool | DevicePool = MemoryPool()
         if self.mode is not CUDAGraphMode.NONE and not is_host(runner.device):
-            self.pool = DevicePool(runner.device)
+            self.pool = DevicePool(runner.device, runner.platform)
         self.steps: dict[int, CapturedStep] = {}
         self._hooks: list[Any] = []
+        self._homes: dict[str, torch.Tensor] = {}
         self.decode_only = self.mode is CUDAGraphMode.FULL_DECODE_ONLY
         self.given = config.compilation_config.cudagraph_capture_sizes
         self.saves_padding = is_host(runner.device) and not self.given
@@ -214,7 +215,20 @@ class StepGraphs:
     def replay(self, inputs: ModelInputs) -> torch.Tensor:
         if memory_is_filled():
             self.pool.poison()
+        self._at_home(inputs.common)
         return self.steps[inputs.input_ids.shape[0]].replay(_places(inputs))
+
+    def _at_home(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        """With the host's copies where what is called between the pieces of a captured step looks for them, in a
+        replay too: staging memory takes turns."""
+        if common.seq_lens_cpu.data_ptr() == common.seq_lens.data_ptr():
+            return common
+        copies = {}
+        for name in ("query_start_loc_cpu", "seq_lens_cpu"):
+            x = getattr(common, name)
+            home = self._homes.setdefault(name, torch.empty(self.max_num_seqs + 1, dtype=x.dtype, device="cpu"))
+            copies[name] = home[: len(x)].copy_(x)
+        return dataclasses.replace(common, **copies)
 
     # --- capture --------------------------------------------------------------------------------------------------
 
@@ -264,14 +278,8 @@ class StepGraphs:
                 "fewer cudagraph_capture_sizes or a lower gpu_memory_utilization", taken / 2**20, left / 2**20,
             )  # fmt: skip
 
-    def support(self) -> tuple[AttentionCGSupport, str]:
-        builders = self.runner.builders.values()
-        return min(builder.capture_support(self.runner.device.type) for builder in builders)
-
     def wanted_sizes(self) -> list[int]:
         """What is captured where the caches are large enough."""
-        if self.support()[0] is AttentionCGSupport.NEVER:
-            return []
         sizes = self.given or (_DEFAULT_SIZES if is_host(self.runner.device) else _DEVICE_SIZES)
         limit = self.max_num_seqs if self.decode_only or not self.given else self.runner.max_num_tokens
         return [size for size in sizes if size <= limit]
@@ -279,9 +287,10 @@ class StepGraphs:
     def sizes(self) -> list[int]:
         runner = self.runner
         limit = self.max_num_seqs if self.decode_only else runner.max_num_tokens
-        support, obstacle = self.support()
+        least = min(runner.builders.values(), key=lambda builder: builder.cudagraph_support)
+        support = least.cudagraph_support
         if support is AttentionCGSupport.NEVER:
-            logger.warning("steps are not captured: %s", obstacle)
+            logger.warning("steps are not captured: %s has none that may be", type(least).__name__)
             return []
         if support is not AttentionCGSupport.ALWAYS:
             self.decode_only, limit = True, self.max_num_seqs
@@ -295,6 +304,10 @@ class StepGraphs:
 
     def _capture(self, size: int) -> CapturedStep:
         first, second, third = self._trials(size)
+        if isinstance(self.pool, DevicePool):  # kernels are compiled, and made is what is made once
+            inputs, context = self._prepare(size, third)
+            with context:
+                self.runner.model(inputs.input_ids, inputs.positions)
         one, kept_before, *_ = self._record(size, first, captures=False)
         two, kept, hidden_states, places = self._record(size, second)
         compare(one, two, size)
@@ -305,7 +318,7 @@ class StepGraphs:
         return step
 
     def _recorder(self, captures: bool) -> Recorder | DeviceRecorder:
-        """On a device the first pass of a size warms its kernels up, and the second one is captured."""
+        """On a device one pass runs eagerly, on the stream of captures, and the other is captured."""
         layer, set_layer = lambda: forward_context.current_layer, forward_context.set_current_layer
         if isinstance(self.pool, DevicePool):
             return DeviceRecorder(self.pool, layer, set_layer, captures)
@@ -406,6 +419,7 @@ class StepGraphs:
                 runner.fill_metadata(plan, trial.scheduled, trial.seq_lens, rows, table, slots, states),
             )
         runner.stream.wait()
+        inputs = dataclasses.replace(inputs, common=self._at_home(inputs.common))
         read = {name: x for name, x in _tensors(inputs).items() if name != "block_table"}
         read["block_table"] = inputs.common.block_table[:, : max(columns.max(initial=0), 1)]
         if left := runner.buffers.not_filled(read):

@@ -2,7 +2,7 @@
 """Steps captured as graphs of a CUDA or XPU device, behind the interface that ``recording`` has on the host.
 
 A graph holds what was put on the device's stream with the arguments and addresses of that moment; it holds nothing that
-the host did. So each size is recorded twice: first as the eager pass that warms the kernels up, then while the graphs
+the host did. So each size is recorded twice: first as an eager pass, then while the graphs
 are captured. What is compared is what the host gave to the device: torch's operations by a dispatch mode, launches of
 Triton's kernels, and our operators, of which the others are parts. A tensor that the pass made is told by how many were
 made before it, since the two passes take their memory from different places; any other by its address, and all of these
@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from vllm.compilation import recording
 from vllm.compilation.recording import Call, CaptureError, NotCapturable
+from vllm.platforms import Platform
 
 GRAPH = "graph"
 _aten = torch.ops.aten
@@ -44,8 +45,8 @@ class DevicePool:
     first, and the others fit into what it took.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.module = device, torch.get_device_module(device)
+    def __init__(self, device: torch.device, platform: Platform) -> None:
+        self.device, self.platform, self.module = device, platform, torch.get_device_module(device)
         self.made: dict[int, tuple[weakref.ref[Any], int]] = {}  # storages that the running pass made, by identity
         self._graphs = weakref.WeakSet[Any]()
         self._free_before: int | None = None
@@ -67,9 +68,7 @@ class DevicePool:
         if not self._graphs:  # a pool whose last graph is gone is given back, and takes no other
             self._free_before = self.module.mem_get_info(self.device)[0]
             self._handle = self.module.graph_pool_handle()
-        cuda = {"capture_error_mode": "thread_local"} if self.device.type == "cuda" else {}
-        graph = getattr(self.module, f"{self.device.type.upper()}Graph")()
-        graph.capture_begin(pool=self._handle, **cuda)
+        graph = self.platform.begin_graph(self._handle)
         self._graphs.add(graph)
         return graph
 
@@ -238,12 +237,12 @@ class DeviceRecorder(TorchDispatchMode):
     @staticmethod
     def _empty_like(x: torch.Tensor) -> torch.Tensor:
         """Not filled: the graph would fill it again after it was written."""
-        fills = torch.utils.deterministic.fill_uninitialized_memory
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        deterministic: Any = torch.utils.deterministic
+        fills, deterministic.fill_uninitialized_memory = deterministic.fill_uninitialized_memory, False
         try:
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
         finally:
-            torch.utils.deterministic.fill_uninitialized_memory = fills
+            deterministic.fill_uninitialized_memory = fills
 
     # --- what the device is given -----------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vllm.compilation.recording import outside
 from vllm.kernels import memory, reference
 from vllm.kernels.packages import kernel_package
 from vllm.kernels.padding import PAD_EXPERT, PAD_STATE_SLOT, with_rows
@@ -67,10 +68,6 @@ _KERNELS = {
 def recorded() -> dict[str, Any]:
     """The release that the wrappers were written for: its schemas by kernel, and the paged-decode shapes in it."""
     return json.loads(Path(__file__).with_name("xpu_schemas.json").read_text())
-
-
-# As in kernels.reference.
-ASKS_THE_HOST = ("paged_attention", "gated_delta_net")
 
 
 def why_not(operator: str) -> str | None:
@@ -218,6 +215,7 @@ def _check_compiled(H: int, J: int, D: int, block_size: int, window: bool, dtype
     )
 
 
+@outside  # it takes sizes of the step from the host
 def paged_attention(
     q_THD: Tensor,
     key_cache: Tensor,
@@ -761,6 +759,7 @@ def gdn_attention(
     return core, z
 
 
+@outside  # it takes sizes of the step from the host
 def gated_delta_net(
     x_TN: Tensor,
     weights: GDNWeights,

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from vllm.platforms.interface import Platform
@@ -28,6 +30,12 @@ class CudaPlatform(Platform):
 
     def memory_info(self, device: torch.device) -> tuple[int, int]:
         return torch.cuda.mem_get_info(device)
+
+    def begin_graph(self, pool: Any) -> Any:
+        """Other threads, NCCL's watchdog among them, go on as they please."""
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        return graph
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()

@@ -188,6 +188,12 @@ class Platform:
             return None
         return f"torch {torch.__version__} has no torch.{self.device_type}.{name}"
 
+    def begin_graph(self, pool: Any) -> Any:
+        """A graph of what is put on the current stream until its ``capture_end``, with its memory from ``pool``."""
+        graph = getattr(getattr(torch, self.device_type), f"{self.device_type.upper()}Graph")()
+        graph.capture_begin(pool=pool)
+        return graph
+
     def graph_faults(self) -> str:
         """What is known to go wrong where several devices replay graphs."""
         return ""
