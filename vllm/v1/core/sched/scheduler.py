@@ -306,13 +306,9 @@ class Scheduler:
             self.reset_prefix_cache()
         for step, dropped in self._in_flight:
             for other, start in zip(step.requests, step.num_computed_tokens, strict=True):
-                found = set(other.block_ids[: start // self.kv_cache_config.block_size])
-                if (
-                    other.request_id in step.started
-                    and other in self.running
-                    and found
-                    and (not holds or holds & found)
-                ):
+                is_fresh = other.request_id in step.started and other in self.running
+                found = set(other.block_ids[: start // self.kv_cache_config.block_size]) if is_fresh else set()
+                if found and (not holds or holds & found):
                     for victim in reversed(self.running[self.running.index(other) :]):
                         self.running.pop()
                         self._preempt(victim)
