@@ -99,3 +99,20 @@ def test_two_machines(machines: list[list[str]]) -> None:
         assert all("ended without a word" in error for error in errors), errors
         assert front.wait(20) == 0
         assert other.wait(20) != 0
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("where", ["machine 0", "machine 1"])
+def test_ranks_of_both_machines_start_again(machines: list[list[str]], where: str) -> None:
+    with engine(machines, 1) as (front, other):
+        pids = hear(front, "pids")
+        (rank,) = served.children(other.pid)
+        os.kill(rank if where == "machine 1" else pids["rank 0"], signal.SIGKILL)
+        errors = hear(front, "errors")
+        assert len(errors) == 4
+        assert all("being started again" in error for error in errors), errors
+        assert hear(front, "tokens") == list(tiny.greedy(served.MODEL, tiny.prompt(9), 5))
+        assert not {*served.children(other.pid), *hear(front, "pids").values()} & {rank, pids["rank 0"]}
+        assert front.wait(30) == 0
+        assert other.wait(30) == 0

@@ -135,6 +135,8 @@ class AsyncLLM:
             checked = await loop.run_in_executor(self._tokenising, self.input_processor.process_inputs, *arguments)
         else:
             checked = self.input_processor.process_inputs(*arguments)
+        if checked.params.structured_outputs is not None:
+            data_parallel_rank = await self._prepare(checked, data_parallel_rank)
         client = self._add(request_id, checked, arrival_time, data_parallel_rank)
         finished = False
         try:
@@ -147,6 +149,22 @@ class AsyncLLM:
         finally:
             if not finished:
                 self._drop([request_id])
+
+    async def _prepare(self, checked: EngineInput, dp_rank: int | None) -> int:
+        """Have the ranks of a DP rank, which is returned, make the request's grammar before it can hold up a step."""
+        num_tokens, grammar = len(checked.prompt_token_ids), params_on_the_wire(checked.params)["structured_outputs"]
+        with self.ranks.lock:
+            protocol = self.ranks.protocol
+            dp_rank = protocol.choose_rank() if dp_rank is None else dp_rank
+            protocol.check_rank(dp_rank)
+            prepared = self.ranks.prepare(dataclasses.asdict(grammar), dp_rank)
+            protocol.hold(dp_rank, num_tokens)
+        try:
+            await asyncio.wrap_future(prepared)
+        finally:
+            with self.ranks.lock:
+                protocol.hold(dp_rank, num_tokens, -1)
+        return dp_rank
 
     def _add(self, request_id: str, checked: EngineInput, arrival_time: float, dp_rank: int | None) -> _Client:
         with self.ranks.lock:
