@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from vllm import launchers
 from vllm._upstream_names import refuse
 from vllm.config import CompilationConfig, ModelConfig, VllmConfig
+from vllm.distributed.parallel_state import check_world_size
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import PromptType
 from vllm.outputs import RequestOutput
@@ -78,6 +80,7 @@ class AsyncLLM:
         master_addr: str = "127.0.0.1",
         master_port: int = 29501,
         max_restarts: int = 0,
+        by_torchrun: bool = False,
     ) -> AsyncLLM:
         """Returns when all ranks are ready; see ``Launch`` for the last arguments.
 
@@ -92,6 +95,7 @@ class AsyncLLM:
             master_addr=master_addr,
             master_port=master_port,
             max_restarts=max_restarts,
+            by_torchrun=by_torchrun,
         )
         return cls(config, engine_args.get_generation_config(config.model_config), launch)
 
@@ -282,6 +286,10 @@ def _deliver(outputs: list[tuple[_Client, RequestOutput | Exception]]) -> None:
 def make_launch(engine_args: EngineArgs, config: VllmConfig, **options: Any) -> Launch:
     if engine_args.distributed_executor_backend == "ray":
         check_installed()
+    if options.get("by_torchrun"):
+        sizes = config.parallel_config
+        place = launchers.find_place()
+        check_world_size(place.world_size, sizes.tensor_parallel_size, sizes.data_parallel_size)
     return Launch(
         arguments_as_json(engine_args), config.parallel_config.world_size, silence_s=silence_timeout(), **options
     )
