@@ -233,7 +233,8 @@ async def _answer(llm: Any, frontend: FrontendArgs, listener: socket.socket, shu
     server, loop = Server(config), asyncio.get_running_loop()
 
     def stop() -> None:
-        server.force_exit = server.should_exit
+        for connection in list(server.server_state.connections) if server.should_exit else ():
+            connection.transport.abort()  # its request ends as if its client had left
         server.should_exit = True
 
     for number in (signal.SIGTERM, signal.SIGINT):
