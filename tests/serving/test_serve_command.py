@@ -80,6 +80,7 @@ def test_a_wrong_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ({"num_ranks": 3, "nnodes": 2}, "3 ranks"),
         ({"num_ranks": 2, "nnodes": 2, "node_rank": 2}, "node_rank=2"),
         ({"num_ranks": 2, "max_restarts": -1}, "max_restarts=-1"),
+        ({"num_ranks": 2, "max_restarts": 1, "by_torchrun": True}, "max_restarts=1 under torchrun"),
     ],
 )
 def test_impossible_launches_are_refused(options: dict[str, Any], said: str) -> None:
