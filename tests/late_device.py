@@ -19,7 +19,7 @@ import dataclasses
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 import vllm
+from vllm.compilation import device_graph
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.observer import mark_queued
 from vllm.engine import arg_utils
@@ -88,6 +89,9 @@ class DeviceTensor(torch.Tensor):
     def data_ptr(self) -> int:
         return self.memory.data_ptr()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.memory.untyped_storage()
+
     def numpy(self, *, force: bool = False) -> Any:
         raise TypeError("can't convert xpu:0 device type tensor to numpy")
 
@@ -134,11 +138,16 @@ class Device(TorchDispatchMode):
         self.bytes_uploaded = 0
         self.launched = self.done = 0
         self._queue: deque[Callable[[], None]] = deque()
+        self.capturing: list[Callable[[], None]] | None = None
+        self.replays = 0
         self._pinned: dict[int, torch.UntypedStorage] = {}
 
     # --- the queue --------------------------------------------------------------------------------------------------
 
     def _launch(self, work: Callable[[], None]) -> None:
+        if self.capturing is not None:
+            self.capturing.append(work)
+            return
         self._queue.append(work)
         self.launched += 1
         if not self.late:
@@ -153,6 +162,8 @@ class Device(TorchDispatchMode):
 
     def wait(self, what: str, count: int | None = None) -> None:
         """The host waits, until all that it launched is done or the first ``count``."""
+        if self.capturing is not None:
+            raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
         frame: Any = sys._getframe(1)
         while frame is not None and not frame.f_code.co_filename.startswith(_ENGINE):
             frame = frame.f_back
@@ -267,8 +278,7 @@ class Device(TorchDispatchMode):
             if shape is None:
                 self._launch(lambda: function(*then))
                 return None
-            with _disable_current_modes():
-                made = DeviceTensor(torch.empty(shape, dtype=args[0].dtype))
+            made = torch.empty(shape, dtype=args[0].dtype, device=HERE)
             self._launch(lambda: made.memory.copy_(function(*then)))
             return made
 
@@ -335,7 +345,49 @@ def event_of(device: Device) -> type:
     return Event
 
 
+def graph_of(device: Device) -> type:
+    class Graph:
+        """As ``torch.xpu.XPUGraph``: what is launched while it is captured is done in each replay, and not before."""
+
+        def __init__(self) -> None:
+            self.work: list[Callable[[], None]] = []
+
+        def capture_begin(self, pool: Any = None) -> None:
+            assert device.capturing is None, "a graph is captured already"
+            device.capturing = self.work
+
+        def capture_end(self) -> None:
+            assert device.capturing is self.work
+            device.capturing = None
+
+        def replay(self) -> None:
+            assert device.capturing is None, "a graph is captured"
+            device.replays += 1
+            for work in self.work:
+                device._launch(work)
+
+        def reset(self) -> None:
+            self.work = []
+
+    return Graph
+
+
+class Stream:
+    """There is one queue."""
+
+    def __init__(self, device: Any = None) -> None:
+        pass
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+
 class StandInPlatform(XpuPlatform):
+    has_graphs = False
+
+    def why_no_graphs(self) -> str | None:
+        return None if self.has_graphs else "the stand-in has none"
+
     @property
     def dist_backend(self) -> str:
         return "gloo"
@@ -375,13 +427,26 @@ class StandInPlatform(XpuPlatform):
 
 
 @contextmanager
-def stand_in(monkeypatch: pytest.MonkeyPatch, late: bool = True) -> Iterator[Device]:
+def stand_in(monkeypatch: pytest.MonkeyPatch, late: bool = True, graphs: bool = False) -> Iterator[Device]:
     """Inside, engines run on the stand-in device; with ``late`` its work is done when the host waits and not before.
 
     Ranks that exchange something take one that is not late: the work of one would wait for the host of another.
     """
     device, platform = Device(late), StandInPlatform()
+    platform.has_graphs = graphs
     with monkeypatch.context() as patch:
+        if graphs:
+            patch.setattr(reference, "ASKS_THE_HOST", ())
+            patch.setattr(torch.xpu, "XPUGraph", graph_of(device))
+            patch.setattr(torch.xpu, "Stream", Stream)
+            patch.setattr(torch.xpu, "current_stream", lambda *_: Stream())
+            patch.setattr(torch.xpu, "stream", lambda *_: nullcontext())
+            patch.setattr(torch.xpu, "graph_pool_handle", lambda: (0, 1))
+            patch.setattr(torch.xpu, "empty_cache", lambda: None)
+            patch.setattr(torch.xpu, "mem_get_info", lambda *_: (1 << 33, 1 << 33))
+            # The works of a graph hold their memory, which is never another tensor's.
+            patch.setattr(device_graph, "bare_alias", lambda x: DeviceTensor(x.memory))
+            patch.setattr(device_graph.DevicePool, "is_free", True)
         patch.setenv("VLLM_KERNELS", "reference")
         for operator, shape_of in KERNELS.items():
             patch.setattr(reference, operator, device.kernel(getattr(reference, operator), shape_of))

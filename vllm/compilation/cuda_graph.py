@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from vllm import forward_context
+from vllm.compilation.device_graph import GRAPH, DevicePool, DeviceRecorder
 from vllm.compilation.recording import (
     Call,
     CaptureError,
@@ -52,6 +53,8 @@ logger = init_logger(__name__)
 _PADDING_SHARE = 8
 _TRIAL_BLOCKS = 4
 _DEFAULT_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
+# On a device it costs next to nothing, and each size takes time and memory.
+_DEVICE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 @dataclass(frozen=True)
@@ -142,10 +145,12 @@ class StepGraphs:
     def __init__(self, runner: GPUModelRunner) -> None:
         self.runner = runner
         config = runner.vllm_config
-        self.mode = config.compilation_config.cudagraph_mode
+        self.mode = runner.graph_mode
         self.max_num_seqs = config.scheduler_config.max_num_seqs
         self.is_stale = self.is_whole = False
-        self.pool = MemoryPool()
+        self.pool: MemoryPool | DevicePool = MemoryPool()
+        if self.mode is not CUDAGraphMode.NONE and not is_host(runner.device):
+            self.pool = DevicePool(runner.device)
         self.steps: dict[int, CapturedStep] = {}
         self._hooks: list[Any] = []
         self.decode_only = self.mode is CUDAGraphMode.FULL_DECODE_ONLY
@@ -253,11 +258,31 @@ class StepGraphs:
             self.pool.nbytes / 2**20,
             f"; {one.num_pieces} pieces, between them {', '.join(one.outside)}" if one.outside else "",
         )
+        if (taken := self.pool.nbytes) > (left := self.runner.graph_bytes) and not is_host(self.runner.device):
+            logger.warning(
+                "captured steps take %.1f MiB, %.1f were left for them: with less than that free a step may fail; give "
+                "fewer cudagraph_capture_sizes or a lower gpu_memory_utilization", taken / 2**20, left / 2**20,
+            )  # fmt: skip
+
+    def support(self) -> tuple[AttentionCGSupport, str]:
+        builders = self.runner.builders.values()
+        return min(builder.capture_support(self.runner.device.type) for builder in builders)
+
+    def wanted_sizes(self) -> list[int]:
+        """What is captured where the caches are large enough."""
+        if self.support()[0] is AttentionCGSupport.NEVER:
+            return []
+        sizes = self.given or (_DEFAULT_SIZES if is_host(self.runner.device) else _DEVICE_SIZES)
+        limit = self.max_num_seqs if self.decode_only or not self.given else self.runner.max_num_tokens
+        return [size for size in sizes if size <= limit]
 
     def sizes(self) -> list[int]:
         runner = self.runner
         limit = self.max_num_seqs if self.decode_only else runner.max_num_tokens
-        support = min(builder.cudagraph_support for builder in runner.builders.values())
+        support, obstacle = self.support()
+        if support is AttentionCGSupport.NEVER:
+            logger.warning("steps are not captured: %s", obstacle)
+            return []
         if support is not AttentionCGSupport.ALWAYS:
             self.decode_only, limit = True, self.max_num_seqs
         cache = runner.kv_cache_config
@@ -266,20 +291,30 @@ class StepGraphs:
             logger.warning(
                 "cudagraph_capture_sizes %s are not captured: steps of at most %d rows are", too_large, limit
             )
-        return [size for size in self.given or _DEFAULT_SIZES if size <= (limit if self.given else self.max_num_seqs)]
+        return [size for size in self.wanted_sizes() if size <= limit]
 
     def _capture(self, size: int) -> CapturedStep:
         first, second, third = self._trials(size)
-        one = self._record(size, first)[0]
+        one, kept_before, *_ = self._record(size, first, captures=False)
         two, kept, hidden_states, places = self._record(size, second)
         compare(one, two, size)
-        outside = (call.operator for call in two if call.kernel is None and call.replay is not None)
+        del kept_before  # whose addresses no tensor of the second recording may have
+        outside = (x.operator for x in two if x.kernel is None and x.replay is not None and x.operator != GRAPH)
         step = CapturedStep(size, _program(two), outside, hidden_states, places, kept)
         self._check(step, third)
         return step
 
-    def _record(self, size: int, trial: Trial) -> tuple[Sequence[Call], Any, torch.Tensor, dict[str, Any]]:
-        recorder = Recorder(self.pool, lambda: forward_context.current_layer, forward_context.set_current_layer)
+    def _recorder(self, captures: bool) -> Recorder | DeviceRecorder:
+        """On a device the first pass of a size warms its kernels up, and the second one is captured."""
+        layer, set_layer = lambda: forward_context.current_layer, forward_context.set_current_layer
+        if isinstance(self.pool, DevicePool):
+            return DeviceRecorder(self.pool, layer, set_layer, captures)
+        return Recorder(self.pool, layer, set_layer)
+
+    def _record(
+        self, size: int, trial: Trial, captures: bool = True
+    ) -> tuple[Sequence[Call], Any, torch.Tensor, dict[str, Any]]:
+        recorder = self._recorder(captures)
         inputs, context = self._prepare(size, trial)
         with context, recorder.recording():
             hidden_states = self.runner.model(inputs.input_ids, inputs.positions)

@@ -29,9 +29,9 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 _aten = torch.ops.aten
 # What only makes memory; what makes no call necessary; what brings a tensor's value to the host.
-_EMPTY = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+EMPTY = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 _NOTHING = {_aten.lift_fresh, _aten.detach_}  # of a tensor made from the host's values, whose address tells on it
-_TO_HOST = {
+TO_HOST = {
     _aten._local_scalar_dense,
     _aten.item,
     _aten.is_nonzero,
@@ -182,6 +182,9 @@ class Recorder(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # torch would import its compiler for it, whose first call keeps the frames that it looked at
 
+    def operator(self, name: str, args: Any) -> None:
+        """Operator ``name`` of ``kernels.ops`` is about to run; what it calls is seen."""
+
     # --- the C++ kernels ------------------------------------------------------------------------------------------
 
     def keep(self, tensor: torch.Tensor) -> None:
@@ -206,14 +209,14 @@ class Recorder(TorchDispatchMode):
         packet = func.overloadpacket
         if packet in _NOTHING:
             return func(*args, **kwargs)
-        if packet in _TO_HOST or (
+        if packet in TO_HOST or (
             packet is _aten.index and any(x is not None and x.dtype is torch.bool for x in args[1])
         ):
             raise NotCapturable(f"{func} brings a value of the step to the host (in {self._layer() or 'the model'})")
         result = func(*args, **kwargs)
         if _may_be_view(func) and _storage(result) == _storage(args[0]):  # it shows where it is used
             return result
-        if packet in _EMPTY:
+        if packet in EMPTY:
             return self._pooled(result, copy=False)
         mine = self._results(result, (args, kwargs))
         given = _described((str(func), args, kwargs))
@@ -335,7 +338,7 @@ def _described(value: Any) -> Any:
     return value
 
 
-active: Recorder | None = None
+active: Any = None  # the Recorder, or that of a device
 
 
 def outside(method: _F) -> _F:

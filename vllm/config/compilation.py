@@ -24,9 +24,10 @@ class CUDAGraphMode(enum.IntEnum):
 
 @dataclass(frozen=True)
 class CompilationConfig:
-    """``cudagraph_capture_sizes``: token counts, ascending; a batch that fits one is padded up to it."""
+    """``cudagraph_mode``: None is what the platform takes (``Platform.choose_graph_mode``).
+    ``cudagraph_capture_sizes``: token counts, ascending; a batch that fits one is padded up to it."""
 
-    cudagraph_mode: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE
+    cudagraph_mode: CUDAGraphMode | None = None
     cudagraph_capture_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

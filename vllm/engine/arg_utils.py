@@ -535,9 +535,9 @@ _SHORT = {
 }
 
 
-def _graph_mode(mode: Any) -> CUDAGraphMode:
+def _graph_mode(mode: Any) -> CUDAGraphMode | None:
     if mode is None:
-        return CUDAGraphMode.FULL_AND_PIECEWISE
+        return None
     name = mode.upper() if isinstance(mode, str) else getattr(mode, "name", str(mode))
     if name not in CUDAGraphMode.__members__:
         known = ", ".join(CUDAGraphMode.__members__)

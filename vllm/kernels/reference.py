@@ -25,6 +25,10 @@ FP8, E4M3_MAX = torch.float8_e4m3fn, 448.0
 _MOST_SCORES = 1 << 24
 
 
+# Operators that go by values of the step on the host: no captured step has them.
+ASKS_THE_HOST = ("paged_attention", "gated_delta_net")
+
+
 def linear(x_TK: Tensor, packed: PackedWeight, bias_N: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     y = F.linear(x_TK, packed.data, bias_N)
     return y if out is None else out.copy_(y)

@@ -69,6 +69,10 @@ def recorded() -> dict[str, Any]:
     return json.loads(Path(__file__).with_name("xpu_schemas.json").read_text())
 
 
+# As in kernels.reference.
+ASKS_THE_HOST = ("paged_attention", "gated_delta_net")
+
+
 def why_not(operator: str) -> str | None:
     """None where the installed kernels have ``operator`` with the recorded arguments."""
     for kernel in _KERNELS[operator]:

@@ -93,6 +93,12 @@ class CpuPlatform(Platform):
             for limit in host_limits.memory_limits()
         ]
 
+    def default_graph_mode(self, world_size: int) -> tuple[str, str]:
+        return "FULL_AND_PIECEWISE", "steps that are recorded once run without Python between their kernels"
+
+    def why_no_graphs(self) -> str | None:
+        return None
+
     def processor_limits(self) -> list[host_limits.Limit]:
         return host_limits.processor_limits()
 

@@ -157,6 +157,41 @@ class Platform:
         """What is known to go wrong with the installed software on this platform."""
         return []
 
+    def choose_graph_mode(self, asked: str | None, world_size: int) -> str:
+        """The name of the ``CUDAGraphMode`` of steps: what is asked for where this torch has graphs of the device, else
+        what is known to be sound and to pay. The log says which, and why."""
+        mode, reason = self.default_graph_mode(world_size)
+        if asked is not None:
+            missing = self.why_no_graphs()
+            if asked != "NONE" and missing:
+                logger.warning("cudagraph_mode %s is asked for, but %s: steps run eagerly", asked, missing)
+                return "NONE"
+            mode, reason = asked, "asked for"
+            if asked != "NONE" and world_size > 1:
+                reason += f"; the collectives of {world_size} ranks split each step"
+                if faults := self.graph_faults():
+                    logger.warning("cudagraph_mode %s over %d devices: known faults: %s", asked, world_size, faults)
+        logger.info("cudagraph_mode %s: %s", mode, reason)
+        return mode
+
+    def default_graph_mode(self, world_size: int) -> tuple[str, str]:
+        if missing := self.why_no_graphs():
+            return "NONE", missing
+        if world_size > 1:
+            return "NONE", f"not by default over {world_size} devices, whose collectives split each step"
+        return "FULL_DECODE_ONLY", "one device, whose decodes would wait for Python"
+
+    def why_no_graphs(self) -> str | None:
+        """None where this torch captures graphs of the device."""
+        name = f"{self.device_type.upper()}Graph"
+        if hasattr(getattr(torch, self.device_type, None), name):
+            return None
+        return f"torch {torch.__version__} has no torch.{self.device_type}.{name}"
+
+    def graph_faults(self) -> str:
+        """What is known to go wrong where several devices replay graphs."""
+        return ""
+
     def is_cpu(self) -> bool:
         return self.device_type == "cpu"
 

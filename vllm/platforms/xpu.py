@@ -69,6 +69,13 @@ class XpuPlatform(Platform):
     def set_device(self, device: torch.device) -> None:
         torch.xpu.set_device(device)
 
+    def graph_faults(self) -> str:
+        return (
+            "after a captured all_reduce was replayed, eager ones give NaN (pytorch #189403; here all run eagerly); "
+            "replays that never end under load (vllm #54698); UR_RESULT_ERROR_OUT_OF_RESOURCES from the fifth size on "
+            "(vllm-xpu-kernels #509: give fewer cudagraph_capture_sizes)"
+        )
+
     def warnings(self) -> list[str]:
         version = oneccl_version()
         if version is None or not version.startswith("2022."):

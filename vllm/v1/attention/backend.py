@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from vllm.kernels.table import choose
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
@@ -50,6 +51,11 @@ class CommonAttentionMetadata:
     max_seq_len: int
     is_captured: bool = False
 
+    @property
+    def on_host(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """query_start_loc and seq_lens for kernels that look there: what a captured step saw there would stay."""
+        return (None, None) if self.is_captured else (self.query_start_loc_cpu, self.seq_lens_cpu)
+
     def __post_init__(self) -> None:
         end = int(self.query_start_loc_cpu[-1])
         assert end == self.num_actual_tokens, (
@@ -64,9 +70,20 @@ class AttentionMetadataBuilder:
     """Turns the common metadata into a backend's own, once a step for all its layers; here they are the same."""
 
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+    operator: ClassVar[str] = "paged_attention"
 
     def __init__(self, kv_cache_config: KVCacheConfig) -> None:
         self.kv_cache_config = kv_cache_config
+
+    def capture_support(self, device_type: str) -> tuple[AttentionCGSupport, str]:
+        """Which steps may be captured with the kernels that run on the device, and why not more."""
+        choice = choose(device_type)[self.operator]
+        if self.operator in getattr(choice.module, "ASKS_THE_HOST", ()):
+            return AttentionCGSupport.NEVER, (
+                f"{self.operator} by {choice.implementation} takes sizes of the step from the host; one that does not "
+                f"may be chosen with VLLM_KERNELS={self.operator}=triton"
+            )
+        return self.cudagraph_support, ""
 
     def build(self, common: CommonAttentionMetadata) -> Any:
         return common

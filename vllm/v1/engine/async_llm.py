@@ -308,7 +308,8 @@ def arguments_as_json(engine_args: EngineArgs) -> dict[str, Any]:
         if isinstance(value, torch.dtype):
             value = str(value).removeprefix("torch.")
         elif isinstance(value, CompilationConfig):
-            value = {**dataclasses.asdict(value), "cudagraph_mode": value.cudagraph_mode.name}
+            mode = value.cudagraph_mode
+            value = {**dataclasses.asdict(value), "cudagraph_mode": None if mode is None else mode.name}
         if callable(value):
             raise ValueError(f"{f.name}={value!r} is a function, which the ranks' processes do not have: give values")
         found[f.name] = value

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from vllm.compilation.cuda_graph import ModelInputs, StepGraphs
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed import get_dp_group, get_tp_group
 from vllm.distributed.eplb import ExpertLoadBalancer
 from vllm.forward_context import DPMetadata, set_forward_context
@@ -86,6 +86,11 @@ class GPUModelRunner:
         self.max_num_tokens = max(
             scheduler.max_num_batched_tokens, *vllm_config.compilation_config.cudagraph_capture_sizes, 0
         )
+        asked = vllm_config.compilation_config.cudagraph_mode
+        self.graph_bytes = 0  # what was left for captured steps on a device when the caches were sized
+        self.graph_mode = CUDAGraphMode[
+            platform.choose_graph_mode(None if asked is None else asked.name, parallel.world_size)
+        ]
         self.sampler = Sampler(vllm_config.model_config.logprobs_mode)
         self.pad_to_max = pads_to_max(platform.policies, parallel.enable_expert_parallel, parallel.data_parallel_size)
         self.dp_rank = get_dp_group().rank_in_group
@@ -325,8 +330,12 @@ class GPUModelRunner:
         buffers, max_seq_len = self.buffers, int(seq_lens.max(initial=0))
         num_columns = max(-(-max_seq_len // self.input_batch.block_table.block_size), 1)
         table = buffers.block_table.fill_columns(block_table, rows, num_columns, plan.num_reqs_padded)
+        max_query_len = int(scheduled.max(initial=0))
         if plan.cudagraph_mode:
             table = buffers.block_table.device[: plan.num_reqs_padded]
+        if plan.cudagraph_mode and not is_host(self.device):  # what holds for every step of the size
+            max_seq_len = self.vllm_config.model_config.max_model_len
+            max_query_len = 1 if self.graphs.decode_only else plan.num_tokens_padded
         return CommonAttentionMetadata(
             query_start_loc=buffers.fill_query_start_loc(scheduled, plan.num_reqs_padded),
             query_start_loc_cpu=buffers.query_start_loc.host[: plan.num_reqs_padded + 1],
@@ -338,7 +347,7 @@ class GPUModelRunner:
             num_reqs=plan.num_reqs_padded,
             num_actual_tokens=plan.num_tokens_unpadded,
             num_padded_tokens=plan.num_tokens_padded,
-            max_query_len=int(scheduled.max(initial=0)),
+            max_query_len=max_query_len,
             max_seq_len=max_seq_len,
             is_captured=bool(plan.cudagraph_mode),
         )

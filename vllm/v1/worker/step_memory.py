@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from vllm.config import CUDAGraphMode
 from vllm.distributed import get_dp_group
 from vllm.kernels import ops
 from vllm.kernels.padding import PAD_EXPERT
@@ -33,6 +34,7 @@ PROMPT_LOGPROB_ROWS = 256
 _SMALL_TOKENS, _SMALL_ROWS = 32, 4
 # The experts' kernel keeps intermediate values of so many bytes, the other kernels far fewer.
 _KERNEL_SCRATCH = 64 << 20
+_GRAPH_OVERHEAD = 8 << 20  # of one size
 
 
 def largest_step_bytes(runner: GPUModelRunner) -> int:
@@ -54,14 +56,15 @@ def largest_step_bytes(runner: GPUModelRunner) -> int:
             steps = {(1, 1, context), (decodes, decodes, context)}
             steps |= set(ops.paged_attention_forms(runner.device, num_tokens, num_reqs, context))
             steps |= {(T, 1, context) for T in ops.quantized_linear_forms(runner.device, num_tokens)}
-            models = [_model_peak(runner, *step) for step in sorted(steps)]
+            models = {step: _model_peak(runner, *step) for step in sorted(steps)}
+            runner.graph_bytes = _graph_bytes(runner, models[decodes, decodes, context] // decodes)
             _run_experts(runner, num_tokens)
             forward, *others = _peaks(runner, num_tokens, max(num_reqs, scored), num_reqs, scored, context)
             logger.info(
                 "%d kinds of steps ran once in %.1f s; Triton compiled %d kernels",
                 len(steps) + 1, time.monotonic() - began, ops.num_compiled() - before,
             )  # fmt: skip
-            return max(forward, *models) + sum(others)
+            return max(forward, *models.values()) + sum(others) + runner.graph_bytes
         _peaks(runner, 1, 1, 1, 1)
         tokens, rows = min(num_tokens, _SMALL_TOKENS), min(num_tokens, _SMALL_ROWS)
         forward, head, sampler, scoring = _peaks(runner, tokens, rows, rows, rows)
@@ -71,6 +74,18 @@ def largest_step_bytes(runner: GPUModelRunner) -> int:
     peak = forward * num_tokens // tokens
     peak += (head * max(num_reqs, scored) + sampler * num_reqs + scoring * min(scored, LOGPROB_ROWS)) // rows
     return peak + attention + runner.step_buffers.nbytes + runner.input_batch.nbytes + _KERNEL_SCRATCH
+
+
+def _graph_bytes(runner: GPUModelRunner, bytes_of_row: int) -> int:
+    """What captured steps are given room for beside the largest step: they keep their memory while others run.
+
+    All sizes share one pool, which the largest, captured first, takes; its rows were just measured in a step of decodes
+    that ran eagerly. What the driver keeps of a graph (its nodes and their arguments) cannot be asked beforehand: 8 MiB
+    for each size. The log of the capture says what was taken, and warns where it is more.
+    """
+    if runner.graph_mode is CUDAGraphMode.NONE or not (sizes := runner.graphs.wanted_sizes()):
+        return 0
+    return max(sizes) * bytes_of_row + len(sizes) * _GRAPH_OVERHEAD
 
 
 @contextmanager

@@ -16,18 +16,20 @@ class GDNAttentionMetadata:
     """One step's batch, R requests.
 
     query_start_loc [R + 1] int32: first row of each request; a pad request has no rows, and rows from
-    ``query_start_loc[-1]`` on belong to none. ``query_start_loc_cpu`` is the same on the host.
+    ``query_start_loc[-1]`` on belong to none. ``query_start_loc_cpu`` is the same on the host; None in captured steps.
     state_indices [R] int32: state slot of each request, the pad slot (0) for a pad request.
     """
 
     query_start_loc: torch.Tensor
-    query_start_loc_cpu: torch.Tensor
+    query_start_loc_cpu: torch.Tensor | None
     state_indices: torch.Tensor
 
 
 class GDNAttentionMetadataBuilder(AttentionMetadataBuilder):
+    operator = "gated_delta_net"
+
     def build(self, common: CommonAttentionMetadata) -> GDNAttentionMetadata:
-        return GDNAttentionMetadata(common.query_start_loc, common.query_start_loc_cpu, common.state_indices)
+        return GDNAttentionMetadata(common.query_start_loc, common.on_host[0], common.state_indices)
 
 
 class GDNAttentionBackend:

@@ -25,9 +25,9 @@ class Part:
     first: int
     last: int
     query_start_loc: torch.Tensor
-    query_start_loc_cpu: torch.Tensor
+    query_start_loc_cpu: torch.Tensor | None
     seq_lens: torch.Tensor
-    seq_lens_cpu: torch.Tensor
+    seq_lens_cpu: torch.Tensor | None
     block_table: torch.Tensor
     expanded: bool
     blocks: torch.Tensor | None = None
@@ -53,7 +53,8 @@ class MLAMetadata(CommonAttentionMetadata):
         starts, lengths = self.query_start_loc_cpu.tolist(), self.seq_lens_cpu.tolist()
         rows = [end - start for start, end in itertools.pairwise(starts)]
         if max(rows, default=0) < expand_from:
-            common = self.query_start_loc, self.query_start_loc_cpu, self.seq_lens, self.seq_lens_cpu, self.block_table
+            starts_cpu, lens_cpu = self.on_host
+            common = self.query_start_loc, starts_cpu, self.seq_lens, lens_cpu, self.block_table
             return [Part(0, self.num_padded_tokens, *common, expanded=False)]
         parts, first = [], 0
         while first < len(rows):

@@ -36,8 +36,8 @@ class PagedAttentionImpl(AttentionImpl):
             self.sliding_window,
             sinks=sinks,
             soft_cap=self.soft_cap,
-            query_start_loc_cpu=metadata.query_start_loc_cpu,
-            seq_lens_cpu=metadata.seq_lens_cpu,
+            query_start_loc_cpu=metadata.on_host[0],
+            seq_lens_cpu=metadata.on_host[1],
             k_scale=k_scale,
             v_scale=v_scale,
         )

@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps captured as graphs of a CUDA or XPU device, behind the interface that ``recording`` has on the host.
+
+A graph holds what was put on the device's stream with the arguments and addresses of that moment; it holds nothing that
+the host did. So each size is recorded twice: first as the eager pass that warms the kernels up, then while the graphs
+are captured. What is compared is what the host gave to the device: torch's operations by a dispatch mode, launches of
+Triton's kernels, and our operators, of which the others are parts. A tensor that the pass made is told by how many were
+made before it, since the two passes take their memory from different places; any other by its address, and all of these
+are kept until the comparison is over, so that one that is built anew each time cannot come back at the address of the
+last. A host tensor's address says nothing; what is read from one shows in what the device is given.
+
+Collectives stay outside: one ends the running graph and the next begins behind it. A graph is replayed as soon as it is
+captured, so that what is outside runs on real values, in the capture too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from vllm.compilation import recording
+from vllm.compilation.recording import Call, CaptureError, NotCapturable
+
+GRAPH = "graph"
+_aten = torch.ops.aten
+_INDEXING = {_aten.index, _aten.index_put, _aten.index_put_, _aten._unsafe_index}
+_SIZED_BY_VALUES = (recording.TO_HOST | {_aten.bincount, _aten.unique_consecutive}) - {_aten.repeat_interleave}
+_SHORT_OF_MEMORY = ("out of memory", "OUT_OF_RESOURCES", "OUT_OF_DEVICE_MEMORY", "OUT_OF_HOST_MEMORY")
+
+
+class DevicePool:
+    """The memory of all captured steps of one device: a private pool of torch's, which the graphs keep alive.
+
+    Steps are replayed one at a time and read nothing that an earlier one left, so all share it; the largest is captured
+    first, and the others fit into what it took.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.module = device, torch.get_device_module(device)
+        self.made: dict[int, tuple[weakref.ref[Any], int]] = {}  # storages that the running pass made, by identity
+        self._graphs = weakref.WeakSet[Any]()
+        self._free_before: int | None = None
+
+    @functools.cached_property
+    def stream(self) -> Any:
+        """Captures are not made on the default stream."""
+        return self.module.Stream(self.device)
+
+    @property
+    def nbytes(self) -> int:
+        """What the device has less than before the first capture: the pool, and what the driver keeps of graphs."""
+        if self._free_before is None:
+            return 0
+        self.module.empty_cache()
+        return max(self._free_before - self.module.mem_get_info(self.device)[0], 0)
+
+    def begin_graph(self) -> Any:
+        if not self._graphs:  # a pool whose last graph is gone is given back, and takes no other
+            self._free_before = self.module.mem_get_info(self.device)[0]
+            self._handle = self.module.graph_pool_handle()
+        cuda = {"capture_error_mode": "thread_local"} if self.device.type == "cuda" else {}
+        graph = getattr(self.module, f"{self.device.type.upper()}Graph")()
+        graph.capture_begin(pool=self._handle, **cuda)
+        self._graphs.add(graph)
+        return graph
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory; without a hold on it, where the running pass made it."""
+        return bare_alias(tensor) if id_of(tensor) in self.made and tensor.numel() else tensor
+
+    @property
+    def is_free(self) -> bool:
+        return not self.made or bare_storage() is None
+
+    def poison(self) -> None:
+        """Where torch fills memory that it makes, the graphs do so too."""
+
+    # --- what the running pass made -------------------------------------------------------------------------------
+
+    def note(self, tensor: torch.Tensor, number: int) -> None:
+        key = id_of(tensor)
+
+        def freed(reference: Any) -> None:
+            if key in self.made and self.made[key][0] is reference:
+                del self.made[key]
+
+        self.made[key] = weakref.ref(tensor.untyped_storage(), freed), number
+
+    def number_of(self, tensor: torch.Tensor) -> int | None:
+        return self.made[key][1] if (key := id_of(tensor)) in self.made else None
+
+
+class DeviceRecorder(TorchDispatchMode):
+    """See ``recording.Recorder``. With ``captures`` the pass becomes graphs, else it runs eagerly."""
+
+    def __init__(
+        self, pool: DevicePool, layer: Callable[[], str], set_layer: Callable[[str], None], captures: bool
+    ) -> None:
+        super().__init__()
+        self.pool, self.captures, self.calls, self.is_paused = pool, captures, list[Call](), False
+        self._layer, self._set_layer = layer, set_layer
+        self._kept: dict[int, Any] = {}
+        self._graphs = list[Any]()
+        self._graph: Any = None
+        self._pending = list[tuple[torch.Tensor, torch.Tensor]]()
+        self._count = self._first = 0
+        self._operator = "the model"
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Around the pass, and inside ``without_garbage``.
+
+        Raises:
+            NotCapturable: something in the pass waits for the device, or cannot be in a graph.
+            torch.OutOfMemoryError: neither memory nor graphs of this pass are left then.
+        """
+        assert recording.active is None, "a pass is recorded already"
+        module, device, stream = self.pool.module, self.pool.device, self.pool.stream
+        recording.active = self
+        self.pool.made.clear()
+        stream.wait_stream(module.current_stream(device))
+        try:
+            with module.stream(stream):
+                try:
+                    self._begin()
+                    with _launches(self), self:
+                        yield
+                    self._end()
+                except BaseException as error:
+                    was_capturing = self._graph is not None
+                    self._give_up()
+                    if not isinstance(error, RuntimeError) or isinstance(
+                        error, (CaptureError, NotCapturable, torch.OutOfMemoryError)
+                    ):
+                        raise
+                    if any(sign in str(error) for sign in _SHORT_OF_MEMORY):
+                        raise torch.OutOfMemoryError(str(error)) from error
+                    if not was_capturing:
+                        raise
+                    raise NotCapturable(f"{self._where()}: {error}") from error
+        finally:
+            recording.active = None
+        module.current_stream(device).wait_stream(stream)
+
+    def take_over(self) -> tuple[list[Call], list[Any]]:
+        """The calls, and what must live as long as they may be made."""
+        return self.calls, [*self._kept.values(), *self._graphs]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in recording.Recorder
+
+    # --- graphs ---------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self._first = len(self.calls)
+        if self.captures:
+            self._graph = self.pool.begin_graph()
+            self._graphs.append(self._graph)
+
+    def _end(self) -> None:
+        graph, is_empty = self._graph, len(self.calls) == self._first
+        if graph is not None:
+            graph.capture_end()
+            self._graph = None
+            for target, made in self._pending:
+                target.copy_(made)
+            self._pending.clear()
+            if not is_empty:
+                graph.replay()
+        if not is_empty:
+            self.calls.append(Call(GRAPH, self._layer(), (), None if graph is None else graph.replay))
+
+    def _give_up(self) -> None:
+        """End the stream's capture and give the memory of this pass's graphs back."""
+        graph, self._graph = self._graph, None
+        if graph is not None:
+            with suppress(RuntimeError):  # what broke the capture, once more
+                graph.capture_end()
+        self._pending.clear()
+        self.calls.clear()
+        for graph in self._graphs:
+            graph.reset()
+            self.pool._graphs.discard(graph)
+        self._graphs.clear()
+        self.pool.module.empty_cache()
+
+    def outside(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """``function`` of these arguments, which is called between two graphs in every replay as well."""
+        name, layer = getattr(function, "__qualname__", repr(function)), self._layer()
+        given = self._described((args, kwargs))
+        self.is_paused = True
+        try:
+            then, kwargs_then = self._frozen(list(args)), self._frozen(kwargs)
+            self._end()
+            result = function(*args, **kwargs)
+            known = {id_of(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+            made = [x if self._is_here(x) and id_of(x) not in known else None for x in tree_leaves(result)]
+            self._begin()
+            if self.captures:
+                # Memory that the next graph knows of, and that is free before it: written before each of its replays.
+                static = [None if x is None else self._empty_like(x) for x in made]
+                self._pending = [
+                    (to, x) for to, x in zip(static, made, strict=True) if to is not None and x is not None
+                ]
+                left = iter(static)
+                result = tree_map(lambda x: x if (to := next(left)) is None else to, result)
+                made = static
+            for x in made:
+                if x is not None:
+                    self._note(x)
+            targets = self._frozen(made)
+        finally:
+            self.is_paused = False
+
+        def replay() -> None:
+            self._set_layer(layer)
+            for target, x in zip(targets, tree_leaves(function(*then, **kwargs_then)), strict=True):
+                if target is not None:
+                    target.copy_(x)
+
+        self.calls.append(Call(name, layer, given, replay if self.captures else None))
+        self._first = len(self.calls)
+        return result
+
+    def _frozen(self, values: Any) -> Any:
+        return tree_map(lambda x: self.pool.alias(x) if isinstance(x, torch.Tensor) else x, values)
+
+    @staticmethod
+    def _empty_like(x: torch.Tensor) -> torch.Tensor:
+        """Not filled: the graph would fill it again after it was written."""
+        fills = torch.utils.deterministic.fill_uninitialized_memory
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        try:
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        finally:
+            torch.utils.deterministic.fill_uninitialized_memory = fills
+
+    # --- what the device is given -----------------------------------------------------------------------------------
+
+    def operator(self, name: str, args: Any) -> None:
+        """Operator ``name`` of ``kernels.ops`` is about to run."""
+        if not self.is_paused:
+            self._operator = name
+            self._add(name, self._described(args))
+
+    def launch(self, name: str, arguments: Any) -> None:
+        """Triton's kernel ``name`` is about to be launched."""
+        if not self.is_paused:
+            self._add(name, self._described(arguments))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.is_paused:
+            return func(*args, **kwargs)
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        is_here = any(self._is_here(x) for x in tensors)
+        self._refuse(func, args, kwargs)
+        given = self._described((args, kwargs))
+        known = {id_of(x) for x in tensors}
+        result = func(*args, **kwargs)
+        made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor) and self._is_here(x)]
+        new = [x for x in made if id_of(x) not in known]
+        for x in new:
+            self._note(x)
+        is_view = not new and not func._schema.is_mutable  # it shows where it is used
+        if (is_here or made) and not is_view and func.overloadpacket not in recording.EMPTY:
+            self._add(str(func), given)
+        return result
+
+    def _refuse(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Raise ``NotCapturable`` where the host would wait for the device."""
+        packet, sized = func.overloadpacket, False
+        if packet in _SIZED_BY_VALUES:
+            sized = self._is_here(args[0])
+        elif packet is _aten.repeat_interleave:
+            sized = self._is_here(args[0]) and kwargs.get("output_size") is None
+        elif packet in _INDEXING and self._is_here(args[0]):
+            indices = [x for x in args[1] if x is not None]
+            sized = any(not self._is_here(x) or x.dtype in (torch.bool, torch.uint8) for x in indices)
+        elif packet is _aten.copy_:
+            self._refuse_copy(func, args[1], args[0].device)
+        elif packet in (_aten.to, _aten._to_copy):
+            for x in (*args[1:], *kwargs.values()):
+                if isinstance(x, (torch.device, torch.Tensor)):
+                    self._refuse_copy(func, args[0], x if isinstance(x, torch.device) else x.device)
+        if sized:
+            raise NotCapturable(f"{func} brings a value of the step to the host in {self._where()}")
+
+    def _refuse_copy(self, func: Any, source: torch.Tensor, to: torch.device) -> None:
+        if self._is_here(source) and to.type != self.pool.device.type:
+            raise NotCapturable(f"{func} brings values of the step to the host in {self._where()}")
+        if not self._is_here(source) and to.type == self.pool.device.type and source.dim():
+            raise NotCapturable(f"{func} brings values of the host to the device in {self._where()}")
+
+    # --- how it is told -----------------------------------------------------------------------------------------------
+
+    def _where(self) -> str:
+        return f"{self._operator} of {self._layer() or 'the model'}"
+
+    def _is_here(self, x: Any) -> bool:
+        return isinstance(x, torch.Tensor) and x.device.type == self.pool.device.type
+
+    def _add(self, operator: str, given: Any) -> None:
+        self.calls.append(Call(operator, self._layer(), given))
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        self._count += 1
+        self.pool.note(tensor, self._count)
+
+    def _described(self, value: Any) -> Any:
+        """``value`` with what is compared in the place of what it holds."""
+        if isinstance(value, torch.Tensor):
+            return self._place(value), tuple(value.shape), value.stride(), value.dtype
+        if isinstance(value, (list, tuple)):
+            return tuple(self._described(x) for x in value)
+        if isinstance(value, dict):
+            return tuple((name, self._described(x)) for name, x in value.items())
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return type(value).__name__, self._described(vars(value))
+        if isinstance(value, float):
+            return repr(value)  # NaN is itself
+        is_plain = value is None or isinstance(value, (int, str, bytes, torch.dtype, torch.device, torch.layout))
+        return value if is_plain else type(value).__name__
+
+    def _place(self, tensor: torch.Tensor) -> Any:
+        if not self._is_here(tensor):
+            return f"the host's {tensor.tolist()}" if tensor.numel() == 1 else "the host's"
+        storage, number = tensor.untyped_storage(), self.pool.number_of(tensor)
+        if number is None:
+            self._kept[id_of(tensor)] = storage
+            return tensor.data_ptr()
+        return f"made as number {number}", tensor.data_ptr() - storage.data_ptr()
+
+
+def id_of(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def bare_storage() -> Any:
+    """What makes a storage of memory that it does not own; None where torch has no such thing, and memory that is
+    handed from one graph to the next stays taken."""
+    return getattr(torch._C, "_construct_storage_from_data_pointer", None)
+
+
+def bare_alias(tensor: torch.Tensor) -> torch.Tensor:
+    make, storage = bare_storage(), tensor.untyped_storage()
+    if make is None:
+        return tensor
+    bare = make(storage.data_ptr(), storage.device, storage.nbytes())
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias.set_(bare, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+@contextmanager
+def _launches(recorder: DeviceRecorder) -> Iterator[None]:
+    """Each launch of a Triton kernel is shown to ``recorder`` first, whosever kernel it is."""
+    places = (("triton.runtime.jit", "JITFunction"), ("triton.runtime.interpreter", "InterpretedFunction"))
+    kinds = [getattr(sys.modules[module], name) for module, name in places if module in sys.modules]
+    before = [(kind, kind.run) for kind in kinds]
+
+    def shown(run: Any) -> Any:
+        def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+            if not warmup:
+                recorder.launch(kernel.__name__, (grid, args, kwargs))
+            was, recorder.is_paused = recorder.is_paused, True
+            try:
+                return run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
+            finally:
+                recorder.is_paused = was
+
+        return launch
+
+    for kind, run in before:
+        kind.run = shown(run)
+    try:
+        yield
+    finally:
+        for kind, run in before:
+            kind.run = run
