@@ -162,9 +162,11 @@ def needs(operator: str, implementation: str) -> str | None:
 
 
 def candidates(operator: str) -> list[str]:
-    """The implementations that the table knows for this operator on this device, plain torch last."""
+    """The implementations that the table knows for this operator on this device, plain torch last; in Triton's
+    interpreter, Triton's too."""
     row = table.TABLE[operator][table.DEVICES.index(device_type())] if device_type() in table.DEVICES else ""
-    return [*row.split(), "reference"]
+    interpreted = ["triton"] if device_type() == "cpu" and table.why_not("triton", "cpu") is None else []
+    return [*row.split(), *interpreted, "reference"]
 
 
 def chosen(operator: str) -> str:

@@ -90,11 +90,12 @@ def test_the_suite_runs_on_the_cpu_with_few_packages(tmp_path: Path) -> None:
 def test_the_kernels_comparisons_run_in_the_interpreter_with_few_packages(tmp_path: Path) -> None:
     kinds = "norms-1-bf16 or g-1-fp32 or 64-bf16 or mixed-bf16 or (answers and (cap or fp8))"
     only = {"VLLM_TEST_DEVICE": "cpu", "TRITON_INTERPRET": "1"}
-    _, report = run_suite(tmp_path, "-k", f"test_device_kernels and ({kinds})", **only)
+    operators = "test_operator and triton-bf16 and ((linear and q4_k) or (fp8 and cache))"
+    _, report = run_suite(tmp_path, "-k", f"(test_device_kernels and ({kinds})) or ({operators})", **only)
     assert not report["tests"]["failed"]
     assert not report["tests"]["skipped"]
     ran = {test.partition("::")[2].partition("[")[0] for test in report["tests"]["passed"]}
-    assert ran == {"test_row_wise", "test_experts", "test_gated_delta_net", "test_attention"}
+    assert ran == {"test_row_wise", "test_experts", "test_gated_delta_net", "test_attention", "test_operator"}
 
 
 def test_what_is_for_devices_is_in_the_suite() -> None:

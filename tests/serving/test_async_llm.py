@@ -27,15 +27,16 @@ LENGTHS = (3, 9, 17, 40, 70)
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((1, 1), id="1x1"),
-        pytest.param((1, 2), id="1x2", marks=pytest.mark.slow),
-        pytest.param((2, 2), id="2x2"),
+        pytest.param((1, 1, True), id="1x1-ahead"),
+        pytest.param((1, 2, False), id="1x2", marks=pytest.mark.slow),
+        pytest.param((2, 2, False), id="2x2"),
+        pytest.param((2, 2, True), id="2x2-ahead", marks=pytest.mark.slow),
     ],
 )
 def llm(request: pytest.FixtureRequest) -> Iterator[AsyncLLM]:
     before = served.remains()
     with served.environment(**served.poisoned()):
-        llm = served.start(*request.param)
+        llm = served.start(*request.param[:2], async_scheduling=request.param[2])
     pids = served.processes(llm)
     assert len(pids) == 1 + request.param[0] * request.param[1]
     yield llm

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -20,6 +21,8 @@ from typing import Any
 import pytest
 import served
 import tiny_models as tiny
+from launcher import free_port
+from test_serve_command import call, wait_for_server
 
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -143,6 +146,45 @@ def test_two_nodes(cluster: Any) -> None:
         assert all(f"rank {rank} on node" in error and second in error for error in errors), errors
     finally:
         llm.shutdown(5)
+
+
+def test_ranks_of_a_group_on_one_node(folder: str) -> None:
+    """TP 2 x DP 2 from the command line, on two nodes with room for two ranks each: TP groups lie within a node."""
+    cluster = Cluster(True, head_node_args={**NODE, "num_cpus": 2, "include_dashboard": False})
+    port = free_port()
+    settings = {**served.arguments(2, 2), "distributed_executor_backend": "ray", "port": port, "host": "127.0.0.1"}
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items() if value is not True]
+    words += [f"--{name.replace('_', '-')}" for name, value in settings.items() if value is True]
+    try:
+        cluster.add_node(**{**NODE, "num_cpus": 2})
+        cluster.wait_for_nodes()
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *words]
+        process = subprocess.Popen(command, env={**os.environ, "RAY_ADDRESS": cluster.address})
+        try:
+            wait_for_server(process, port)
+            body = {
+                "prompt": list(tiny.prompt(9)),
+                "max_tokens": 5,
+                "temperature": 0,
+                "ignore_eos": True,
+                "logprobs": 0,
+            }
+            status, text = call(port, "POST", "/v1/completions", {**body, "return_tokens_as_token_ids": True})
+            assert status == 200, text
+            expected = [f"token_id:{token}" for token in tiny.greedy(served.MODEL, tiny.prompt(9), 5)]
+            assert json.loads(text)["choices"][0]["logprobs"]["tokens"] == expected
+            nodes = {rank: parent(pid) for rank, pid in rank_processes().items()}
+            assert sorted(nodes) == [0, 1, 2, 3]
+            nodes = {rank: parent(pid) for rank, pid in nodes.items()}  # of a node, which starts its actors
+            assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(40) == 0
+        finally:
+            process.kill()
+            process.wait()
+        wait_for_none(b"vllm.v1.engine")
+    finally:
+        cluster.shutdown()
 
 
 @pytest.mark.usefixtures("folder")

@@ -80,6 +80,7 @@ def test_a_wrong_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ({"num_ranks": 3, "nnodes": 2}, "3 ranks"),
         ({"num_ranks": 2, "nnodes": 2, "node_rank": 2}, "node_rank=2"),
         ({"num_ranks": 2, "max_restarts": -1}, "max_restarts=-1"),
+        ({"num_ranks": 2, "max_restarts": 1, "by_torchrun": True}, "max_restarts=1 under torchrun"),
     ],
 )
 def test_impossible_launches_are_refused(options: dict[str, Any], said: str) -> None:
@@ -118,6 +119,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @contextlib.contextmanager
 def server(model: str, *more: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    with starting(model, *more) as (process, port):
+        wait_for_server(process, port)
+        yield process, port
+
+
+@contextlib.contextmanager
+def starting(model: str, *more: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
     port = free_port()
     process = subprocess.Popen(
         [*SERVE, model, "--host", "127.0.0.1", "--port", str(port), *OPTIONS, *more],
@@ -127,7 +135,6 @@ def server(model: str, *more: str) -> Iterator[tuple[subprocess.Popen[str], int]
         text=True,
     )
     try:
-        wait_for_server(process, port)
         yield process, port
     finally:
         process.kill()
@@ -183,3 +190,50 @@ def test_sigterm_drains_and_ends_well(model: str) -> None:
         assert not [pid for pid in pids if served.alive(pid)]
         with pytest.raises(OSError):
             call(port, "GET", "/health")
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_does_not_wait(model: str, number: signal.Signals) -> None:
+    with server(model, "--shutdown-timeout", "300", "--max-num-seqs", "1") as (process, port):
+        connections = []
+        for _ in range(60):  # one after the other: minutes
+            connections.append(connection := http.client.HTTPConnection("127.0.0.1", port, timeout=60))
+            body = json.dumps({**completion(9, 240), "stream": True})
+            connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        connections[0].getresponse().readline()
+        pids = [
+            process.pid,
+            *(agents := served.children(process.pid)),
+            *(p for a in agents for p in served.children(a)),
+        ]
+        assert len(pids) == 3
+        process.send_signal(number)
+        time.sleep(1)
+        assert process.poll() is None, "the first signal does not let requests end"
+        process.send_signal(number)
+        process.wait(15)
+        assert not [pid for pid in pids if served.alive(pid)]
+        for connection in connections:
+            connection.close()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 0), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
+def test_a_signal_at_the_start(model: str, number: signal.Signals, code: int) -> None:
+    """The ranks are there and not ready: all ends at once, without a traceback."""
+    with starting(model) as (process, _):
+        end = time.monotonic() + 60
+        while not (pids := [rank for agent in served.children(process.pid) for rank in served.children(agent)]):
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < end, "no rank was started"
+            time.sleep(0.01)
+        pids += served.children(process.pid)
+        process.send_signal(number)
+        said, _ = process.communicate(timeout=15)
+        assert process.returncode == code, said
+        assert "Traceback" not in said
+        assert not [pid for pid in pids if served.alive(pid)]

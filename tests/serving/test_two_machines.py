@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import served
 import tiny_models as tiny
+from launcher import free_port
+from test_serve_command import call, wait_for_server
 
 ADDRESSES = ("10.231.7.1", "10.231.7.2")
 NAMES = [f"vllm-test-{os.getpid()}-{i}" for i in (0, 1)]
@@ -99,3 +101,51 @@ def test_two_machines(machines: list[list[str]]) -> None:
         assert all("ended without a word" in error for error in errors), errors
         assert front.wait(20) == 0
         assert other.wait(20) != 0
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("where", ["machine 0", "machine 1"])
+def test_ranks_of_both_machines_start_again(machines: list[list[str]], where: str) -> None:
+    with engine(machines, 1) as (front, other):
+        pids = hear(front, "pids")
+        (rank,) = served.children(other.pid)
+        os.kill(rank if where == "machine 1" else pids["rank 0"], signal.SIGKILL)
+        errors = hear(front, "errors")
+        assert len(errors) == 4
+        assert all("being started again" in error for error in errors), errors
+        assert hear(front, "tokens") == list(tiny.greedy(served.MODEL, tiny.prompt(9), 5))
+        assert not {*served.children(other.pid), *hear(front, "pids").values()} & {rank, pids["rank 0"]}
+        assert front.wait(30) == 0
+        assert other.wait(30) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_torchrun_starts_the_ranks() -> None:
+    """Under torchrun the process of rank 0 has the server; SIGTERM at torchrun drains it and ends all."""
+    port, settings = free_port(), served.arguments(1, 2)
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items() if value is not True]
+    words += [f"--{name.replace('_', '-')}" for name, value in settings.items() if value is True]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:1", "--nproc-per-node=2"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    command += ["-m", "vllm.entrypoints.cli.main", "serve", "--host=127.0.0.1", f"--port={port}", *words]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo"}
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        wait_for_server(process, port)
+        body = {"prompt": list(tiny.prompt(9)), "max_tokens": 5, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+        status, text = call(port, "POST", "/v1/completions", {**body, "return_tokens_as_token_ids": True})
+        assert status == 200, text
+        expected = [f"token_id:{token}" for token in tiny.greedy(served.MODEL, tiny.prompt(9), 5)]
+        assert json.loads(text)["choices"][0]["logprobs"]["tokens"] == expected
+        pids = served.children(process.pid)
+        assert len(pids) == 2
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=40)
+        assert "ends:" not in said, said
+        assert "was lost" not in said, said
+        assert not [pid for pid in pids if served.alive(pid)]
+    finally:
+        process.kill()
+        process.communicate()

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import statistics
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from engine_fakes import char_tokenizer
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from vllm.benchmarks.datasets import samples
+from vllm.benchmarks import serve
+from vllm.benchmarks.datasets import Sample, samples
 from vllm.benchmarks.serve import Answer, delays, percentile, summarise
 from vllm.entrypoints.cli.main import main
 
@@ -235,3 +237,46 @@ def test_mistakes(options, message, folder: Path, capsys):
         message = "http://127.0.0.1:9/v1/completions does not answer as it should"
     assert main([*argv, *options]) == 1
     assert message in capsys.readouterr().err
+
+
+TEXT, NONE = {"index": 0, "text": "ab"}, {"index": 0, "text": ""}
+
+
+@pytest.mark.parametrize(
+    ("pieces", "tokens", "ttft", "itl", "e2el", "tpot"),
+    [
+        # (seconds until it comes, its choices): one token a piece
+        ([(0.5, [TEXT]), (0.25, [TEXT]), (0.125, [TEXT])], 3, 0.5, [0.25, 0.125], 0.875, 0.375 / 2),
+        # what has no text is no token that a client could read: before the first, between two, after the last
+        ([(0.5, [NONE]), (0.5, [TEXT]), (0.25, [NONE]), (0.25, [TEXT]), (4, [NONE])], 3, 1, [0.5], 1.5, 0.25),
+        # several tokens in one piece: one gap, and the time per token by the server's count
+        ([(1, [TEXT]), (2, [TEXT, TEXT])], 9, 1, [2], 3, 2 / 8),
+        ([(1, [TEXT])], 1, 1, [], 1, None),
+    ],
+)
+def test_definitions_by_a_clock_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, pieces: Any, tokens: int, ttft: float, itl: Any, e2el: float, tpot: Any
+):
+    """Each time is exact; what the server says of its tokens comes late, and nothing waits for it."""
+    clock = [100.0]
+
+    class Response:
+        async def events(self) -> Any:
+            for seconds, choices in pieces:
+                clock[0] += seconds
+                yield {"choices": choices}
+            clock[0] += 7
+            yield {"choices": [], "usage": {"completion_tokens": tokens}}
+
+    @contextlib.asynccontextmanager
+    async def request(*_: Any) -> Any:
+        yield Response()
+
+    parser = ArgumentParser()
+    serve._add_options(parser)
+    load = serve._Load(parser.parse_args([]), "m")
+    monkeypatch.setattr(serve, "request", request)
+    monkeypatch.setattr(serve.time, "perf_counter", lambda: clock[0])
+    answer = asyncio.run(load.send(Sample("x", 1, tokens)))
+    assert not answer.error
+    assert (answer.ttft, answer.itl, answer.latency, answer.tpot, answer.output_len) == (ttft, itl, e2el, tpot, tokens)

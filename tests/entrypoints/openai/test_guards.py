@@ -343,6 +343,28 @@ def test_bodies_that_do_not_come(engine: InlineEngine):
             assert client.recv(100).startswith(b"HTTP/1.1 408")
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the kernel has no TCP_USER_TIMEOUT")
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_does_not_read(engine: InlineEngine, stream: bool):
+    """Its request ends, be it before the tokens do, and so does its connection with all that waits for it."""
+    engine.aborted.clear()
+    with serving(engine, response_write_timeout=0.3) as server, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        client.settimeout(30)
+        client.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
+        content = json.dumps({**LONG, "stream": stream, "logprobs": 5}).encode()
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+        client.sendall(f"{head}{len(content)}\r\n\r\n".encode() + content)
+        if stream:
+            wait_until(lambda: engine.aborted, "the request was not aborted")
+        else:
+            wait_until(lambda: server.http.get("/load").json() == {"server_load": 1}, "the request has not begun")
+            wait_until(lambda: server.http.get("/load").json() == {"server_load": 0}, "the request has not ended")
+            time.sleep(1)
+        with pytest.raises(ConnectionResetError):
+            client.makefile("rb").read()
+
+
 def test_size_of_headers(server: Server):
     assert server.http.get("/health", headers={"X": "y" * 1_000_000}).status_code in (400, 431)
 

@@ -7,6 +7,7 @@ while another one runs. What the two engines are given is drawn; memory that nob
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,6 +93,8 @@ def _arrivals(draw: Any, num_calls: int, most: int, aborts: bool) -> list[Arriva
     return arrivals
 
 
+ROOM = {"max_num_seqs": 32, "max_num_batched_tokens": 2048, "num_gpu_blocks_override": 400}
+SHORT = {"max_num_seqs": 3, "max_num_batched_tokens": 20, "num_gpu_blocks_override": 8}
 FUZZ = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True, "database": None}
 
 
@@ -100,7 +103,7 @@ FUZZ = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomi
 @pytest.mark.usefixtures("nan_poison")
 def test_the_same_comes_of_steps_ahead(engines: Any, arrivals: list[Arrival]) -> None:
     """Room for all: cached tokens are the same, too."""
-    ahead, one_by_one = engines(max_num_seqs=8)
+    ahead, one_by_one = engines(**ROOM)
     for llm in (ahead, one_by_one):
         llm.reset_prefix_cache()
     with late(0.002):
@@ -113,7 +116,7 @@ def test_the_same_comes_of_steps_ahead(engines: Any, arrivals: list[Arrival]) ->
 @pytest.mark.usefixtures("nan_poison")
 def test_the_same_comes_of_steps_ahead_where_blocks_are_short(engines: Any, arrivals: list[Arrival]) -> None:
     """Requests are preempted, wait for rows, and run in chunks; prefixes are found when they are."""
-    ahead, one_by_one = engines(num_gpu_blocks_override=8, max_num_seqs=3, max_num_batched_tokens=20)
+    ahead, one_by_one = engines(**SHORT)
     with late(0.002):
         found = drive(ahead, arrivals)
     compare(found, drive(one_by_one, arrivals), cached=False)
@@ -145,7 +148,7 @@ def rows_of_steps(llm: Any) -> list[tuple[int, list[bool]]]:
     ],
 )
 def test_a_late_end_costs_at_most_one_row(engines: Any, params: dict[str, Any], num_rows: list[int]) -> None:
-    llm, other = engines(max_num_seqs=8)
+    llm, other = engines(**ROOM)
     prompt = tiny.prompt(7, seed=3)
     given = {"temperature": 0, "ignore_eos": True, **params}
     if "stop_token_ids" in params:
@@ -162,7 +165,7 @@ def test_a_late_end_costs_at_most_one_row(engines: Any, params: dict[str, Any], 
 
 def test_steps_overlap(engines: Any) -> None:
     """The next step is launched before the last one has begun, whose tokens it reads."""
-    llm, other = engines(max_num_seqs=8)
+    llm, other = engines(**ROOM)
     runner, unfinished, most = llm.llm_engine.worker.runner, 0, 0
     launch, finish = runner.launch, runner.finish
 
@@ -187,7 +190,7 @@ def test_steps_overlap(engines: Any) -> None:
 
 
 def test_a_request_takes_the_name_of_one_whose_last_row_is_in_flight(engines: Any) -> None:
-    llm, other = engines(max_num_seqs=8)
+    llm, other = engines(**ROOM)
     engine = llm.llm_engine
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     for _ in range(3):
@@ -202,7 +205,7 @@ def test_a_request_takes_the_name_of_one_whose_last_row_is_in_flight(engines: An
 
 def test_nan_ends_its_request_and_those_that_began_on_its_blocks_begin_again(engines: Any) -> None:
     """The second request is admitted on the first one's blocks before the host knows that they hold NaN."""
-    llm, other = engines(max_num_seqs=8)
+    llm, other = engines(**ROOM)
     engine, prompt, calls = llm.llm_engine, tiny.prompt(34), []
     params = {"temperature": 0, "max_tokens": 5, "ignore_eos": True}
     later = (*prompt[:32], 5, 6, 7)
@@ -248,7 +251,7 @@ def tiny_llm(like: Any) -> Any:
     """One that schedules ahead, to be spoilt."""
     from vllm import LLM
 
-    return LLM(like.llm_engine.model_config.model, async_scheduling=True, **{**LIMITS, "max_num_seqs": 8})
+    return LLM(like.llm_engine.model_config.model, async_scheduling=True, **{**LIMITS, **ROOM})
 
 
 def many(num: int, **params: Any) -> list[Arrival]:
@@ -258,7 +261,7 @@ def many(num: int, **params: Any) -> list[Arrival]:
 
 def test_put_back_staging_memory_that_is_written_too_early(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """vllm-project/vllm#54269: what a pending copy reads is overwritten by the next step."""
-    _, other = engines(max_num_seqs=8)
+    _, other = engines(**ROOM)
     expected = drive(other, many(4))
 
     @contextmanager
@@ -302,3 +305,69 @@ def test_put_back_a_state_slot_given_away_while_its_last_row_is_in_flight(monkey
         with late(0.05, seed=3):
             assert answers() != [tuple(s) for s in stops]
     llm.shutdown()
+
+
+def test_put_back_blocks_given_away_while_a_last_row_is_in_flight(
+    engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a stream that lets the thrown-away row of a request that ended come after the prompt of the one that got its
+    blocks: its key and value lie where the prompt's are."""
+    from vllm import LLM
+
+    _, other = engines(**ROOM)
+    first, second = tiny.prompt(20, seed=4), tiny.prompt(40, seed=5)
+    free = {"temperature": 0, "ignore_eos": True, "max_tokens": 8}
+    one, two = (drive(other, [Arrival(0, prompt, free)])[0].token_ids for prompt in (first, second))
+    assert one[2] not in one[:2]
+    arrivals = [Arrival(0, first, {**free, "stop_token_ids": [one[2]]}), Arrival(0, second, free)]
+    limits = {**LIMITS, "max_num_seqs": 1, "num_gpu_blocks_override": 7, "enable_prefix_caching": False}
+    llm = LLM(other.llm_engine.model_config.model, async_scheduling=True, **limits)
+    assert [result.token_ids for result in drive(llm, arrivals)] == [one[:3], two]
+    runner, held = llm.llm_engine.worker.runner, []
+    stream, thrown_away = runner.stream, runner.step + 4
+    launch = stream.launch
+
+    def disordered(work: Callable[[], Any]) -> None:
+        name = work.func.__name__ if isinstance(work, functools.partial) else "upload"
+        if runner.step != thrown_away:
+            launch(work)
+        elif name != "_sample_and_score":
+            held.append(work)
+        if runner.step == thrown_away + 1 and name == "_sample_and_score":
+            while held:
+                launch(held.pop(0))
+            stream.wait()
+
+    monkeypatch.setattr(stream, "launch", disordered)
+    found = [result.token_ids for result in drive(llm, arrivals)]
+    llm.shutdown()
+    assert found[0] == one[:3]
+    assert found[1] != two
+
+
+# --- long -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.usefixtures("nan_poison")
+def test_ten_thousand_steps_ahead(engines: Any) -> None:
+    steps = 0
+
+    @given(arrivals=_arrivals(40, 25, aborts=True), tight=st.booleans(), seed=st.integers(0, 1 << 20))
+    @settings(max_examples=10_000, **{**FUZZ, "derandomize": False})
+    def run(arrivals: list[Arrival], tight: bool, seed: int) -> None:
+        nonlocal steps
+        if steps >= 10_000:
+            return
+        ahead, one_by_one = engines(**(SHORT if tight else ROOM))
+        for llm in (ahead, one_by_one):
+            llm.reset_prefix_cache()
+        before = ahead.llm_engine.worker.num_steps
+        with late(0.003, seed):
+            found = drive(ahead, arrivals)
+        steps += ahead.llm_engine.worker.num_steps - before
+        compare(found, drive(one_by_one, arrivals), cached=not tight)
+
+    run()
+    assert steps >= 10_000

@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import importlib.util
 import json
+import os
 import signal
 import socket
 import sys
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+from vllm import launchers
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.openai.cli_args import FrontendArgs
 from vllm.logger import init_logger
@@ -118,6 +120,11 @@ def main(argv: Sequence[str]) -> int:
     try:
         engine_args, frontend = _engine_args(args), FrontendArgs.from_cli_args(args)
         nodes = {name: getattr(args, name) for name in ("nnodes", "node_rank", "master_addr", "master_port")}
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            place = launchers.find_place()
+            if place.rank:
+                return _run_launched_rank(engine_args, place)
+            nodes = _of_torchrun(args, place)
         if args.headless:
             return _run_headless(engine_args, nodes, args.max_restarts)
         if args.node_rank:
@@ -126,6 +133,30 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, NotImplementedError, FileNotFoundError) as error:
         print(f"vllm serve: error: {error}", file=sys.stderr)
         return 2
+
+
+def _of_torchrun(args: argparse.Namespace, place: launchers.Place) -> dict[str, Any]:
+    if args.headless or args.nnodes > 1:
+        raise ValueError(
+            "--headless and --nnodes under torchrun, which starts the ranks of all machines: leave them out"
+        )
+    nnodes = place.world_size // (place.local_world_size or 1)
+    return {"nnodes": nnodes, "master_addr": os.environ["MASTER_ADDR"], "by_torchrun": True}
+
+
+def _run_launched_rank(engine_args: EngineArgs, place: launchers.Place) -> int:
+    """A rank that torchrun started, of the server in the process of rank 0, with which it ends."""
+    from vllm.distributed.parallel_state import check_world_size
+    from vllm.v1.engine import launch, rank
+    from vllm.v1.engine.async_llm import arguments_as_json
+
+    check_world_size(place.world_size, engine_args.tensor_parallel_size, engine_args.data_parallel_size)
+    os.environ[launch.AGENT] = str(os.getppid())
+    for number in (signal.SIGTERM, signal.SIGINT):  # rank 0's process gets them too, and lets requests end
+        signal.signal(number, signal.SIG_IGN)
+    rank.main([json.dumps(arguments_as_json(engine_args))])
+    launch.leave(0)
+    return 0
 
 
 def _run_headless(engine_args: EngineArgs, nodes: dict[str, Any], max_restarts: int) -> int:
@@ -202,7 +233,8 @@ async def _answer(llm: Any, frontend: FrontendArgs, listener: socket.socket, shu
     server, loop = Server(config), asyncio.get_running_loop()
 
     def stop() -> None:
-        server.force_exit = server.should_exit
+        for connection in list(server.server_state.connections) if server.should_exit else ():
+            connection.transport.abort()  # its request ends as if its client had left
         server.should_exit = True
 
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import socket
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Iterable
@@ -21,6 +22,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vllm import __version__, envs
 from vllm.engine.protocol import EngineClient
@@ -277,13 +279,25 @@ def _keys(args: FrontendArgs) -> list[str]:
     return keys
 
 
+class _Connection(H11Protocol):
+    """The kernel ends it where the client takes nothing of what waits for it for ``write_timeout`` seconds."""
+
+    write_timeout = 0.0
+
+    def connection_made(self, transport: Any) -> None:
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            milliseconds = max(round(self.write_timeout * 1e3), 1)
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+        super().connection_made(transport)
+
+
 def uvicorn_config(app: FastAPI, args: FrontendArgs) -> uvicorn.Config:
     """How ``app`` is served. h11 reads requests: it bounds their headers."""
     return uvicorn.Config(
         app,
         host=args.host or "0.0.0.0",
         port=args.port,
-        http="h11",
+        http=type("Connection", (_Connection,), {"write_timeout": args.response_write_timeout}),
         ws="none",
         lifespan="on",
         server_header=False,

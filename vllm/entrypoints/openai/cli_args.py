@@ -31,6 +31,7 @@ _HELP = {
     "max_request_body_size": "most bytes of a request's body",
     "max_sequences_per_request": "most completions of one request, its prompts times n",
     "request_body_timeout": "seconds in which the body of a request must have come",
+    "response_write_timeout": "seconds after which a client that takes nothing of its answer is cut off",
     "root_path": "path under which a proxy shows the server",
     "ssl_keyfile": "file of the TLS key",
     "ssl_certfile": "file of the TLS certificate",
@@ -66,6 +67,7 @@ class FrontendArgs:
     max_request_body_size: int = 16 * 2**20
     max_sequences_per_request: int = 1024
     request_body_timeout: float = 60.0
+    response_write_timeout: float = 60.0
     root_path: str = ""
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
@@ -80,6 +82,8 @@ class FrontendArgs:
         for name, known in (("tool_call_parser", TOOL_PARSERS), ("reasoning_parser", REASONING)):
             if getattr(self, name) not in (None, *known):
                 raise ValueError(f"{name}={getattr(self, name)!r}; give one of {', '.join(known)}")
+        if not 0 < self.response_write_timeout < 1e6:
+            raise ValueError(f"response_write_timeout={self.response_write_timeout:g}: give seconds, more than 0")
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ValueError(f"enable_auto_tool_choice needs tool_call_parser, one of {', '.join(TOOL_PARSERS)}")
 

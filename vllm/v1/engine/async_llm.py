@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from vllm import launchers
 from vllm._upstream_names import refuse
 from vllm.config import CompilationConfig, ModelConfig, VllmConfig
+from vllm.distributed.parallel_state import check_world_size
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import PromptType
 from vllm.outputs import RequestOutput
@@ -78,6 +80,7 @@ class AsyncLLM:
         master_addr: str = "127.0.0.1",
         master_port: int = 29501,
         max_restarts: int = 0,
+        by_torchrun: bool = False,
     ) -> AsyncLLM:
         """Returns when all ranks are ready; see ``Launch`` for the last arguments.
 
@@ -92,6 +95,7 @@ class AsyncLLM:
             master_addr=master_addr,
             master_port=master_port,
             max_restarts=max_restarts,
+            by_torchrun=by_torchrun,
         )
         return cls(config, engine_args.get_generation_config(config.model_config), launch)
 
@@ -135,6 +139,8 @@ class AsyncLLM:
             checked = await loop.run_in_executor(self._tokenising, self.input_processor.process_inputs, *arguments)
         else:
             checked = self.input_processor.process_inputs(*arguments)
+        if checked.params.structured_outputs is not None:
+            data_parallel_rank = await self._prepare(checked, data_parallel_rank)
         client = self._add(request_id, checked, arrival_time, data_parallel_rank)
         finished = False
         try:
@@ -147,6 +153,22 @@ class AsyncLLM:
         finally:
             if not finished:
                 self._drop([request_id])
+
+    async def _prepare(self, checked: EngineInput, dp_rank: int | None) -> int:
+        """Have the ranks of a DP rank, which is returned, make the request's grammar before it can hold up a step."""
+        num_tokens, grammar = len(checked.prompt_token_ids), params_on_the_wire(checked.params)["structured_outputs"]
+        with self.ranks.lock:
+            protocol = self.ranks.protocol
+            dp_rank = protocol.choose_rank() if dp_rank is None else dp_rank
+            protocol.check_rank(dp_rank)
+            prepared = self.ranks.prepare(dataclasses.asdict(grammar), dp_rank)
+            protocol.hold(dp_rank, num_tokens)
+        try:
+            await asyncio.wrap_future(prepared)
+        finally:
+            with self.ranks.lock:
+                protocol.hold(dp_rank, num_tokens, -1)
+        return dp_rank
 
     def _add(self, request_id: str, checked: EngineInput, arrival_time: float, dp_rank: int | None) -> _Client:
         with self.ranks.lock:
@@ -264,6 +286,10 @@ def _deliver(outputs: list[tuple[_Client, RequestOutput | Exception]]) -> None:
 def make_launch(engine_args: EngineArgs, config: VllmConfig, **options: Any) -> Launch:
     if engine_args.distributed_executor_backend == "ray":
         check_installed()
+    if options.get("by_torchrun"):
+        sizes = config.parallel_config
+        place = launchers.find_place()
+        check_world_size(place.world_size, sizes.tensor_parallel_size, sizes.data_parallel_size)
     return Launch(
         arguments_as_json(engine_args), config.parallel_config.world_size, silence_s=silence_timeout(), **options
     )

@@ -101,7 +101,11 @@ class EngineCore:
         self, request_ids: Iterable[str], status: RequestStatus = RequestStatus.FINISHED_ABORTED
     ) -> None:
         """End requests, between steps or in one; ids that have ended are ignored."""
-        self.scheduler.finish_requests(request_ids, status)
+        ids, requests = list(request_ids), self.scheduler.requests
+        # An abort comes after the step in flight; where a stop string ends a request, that was the step before.
+        if self._in_flight is not None and status is RequestStatus.FINISHED_ABORTED:
+            self.scheduler.cache_in_flight(requests[name] for name in ids if name in requests)
+        self.scheduler.finish_requests(ids, status)
 
     def has_unfinished_requests(self) -> bool:
         """Whether a further ``step`` is due: requests here, or on any rank when the last step was agreed on, or a step

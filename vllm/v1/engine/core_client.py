@@ -7,6 +7,7 @@ One thread does all of it. It runs ``FrontProtocol``, under ``lock``, which whoe
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import secrets
 import selectors
@@ -15,6 +16,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 import msgspec
@@ -25,7 +27,7 @@ from vllm.utils.network_utils import get_ip
 from vllm.v1.engine.channel import Channel, Waker, accept
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.launch import ALIVE, KILL_RANKS, REFUSED, Agent, Launch
-from vllm.v1.engine.messages import Alive, Failed, Hello, Outputs, Ready
+from vllm.v1.engine.messages import Alive, Failed, Hello, Outputs, Prepare, Prepared, Ready
 from vllm.v1.engine.protocol import Effects, FrontProtocol, Place, Silence
 
 logger = init_logger(__name__)
@@ -58,6 +60,9 @@ class RankClient:
         self._strangers: list[Channel] = []
         self._greeting = threading.Semaphore(len(self.places) + 16)
         self._changed = threading.Condition(self.lock)
+        # Number → ranks that have not answered, and what waits for them.
+        self._preparing: dict[int, tuple[set[int], Future[None]]] = {}
+        self._numbers = itertools.count()
         self._begin()
         self._thread = threading.Thread(target=self._run, name="vllm-engine-client", daemon=True)
 
@@ -95,6 +100,32 @@ class RankClient:
             if rank in self._channels:
                 self._channels[rank].send(message)
         self._waker.wake()
+
+    def prepare(self, structured_outputs: dict[str, Any], dp_rank: int) -> Future[None]:
+        """Have the ranks of ``dp_rank`` make what a grammar needs; call it under ``lock``. Its result comes when all
+        have, or ``EngineDeadError``."""
+        if not self.is_running:
+            raise EngineDeadError(self.dead or "the engine was shut down")
+        number, future = next(self._numbers), Future[None]()
+        ranks = {rank for rank, place in self.places.items() if place.dp_rank == dp_rank}
+        self._preparing[number] = ranks, future
+        for rank in ranks:
+            self._channels[rank].send(Prepare(number, structured_outputs), counted=False)
+        self._waker.wake()
+        return future
+
+    def _prepared(self, rank: int, number: int) -> None:
+        ranks, future = self._preparing.get(number, (set[int](), None))
+        ranks.discard(rank)
+        if future is not None and not ranks:
+            del self._preparing[number]
+            with contextlib.suppress(InvalidStateError):  # nobody waits any more
+                future.set_result(None)
+
+    def _give_up_preparing(self, why: str) -> None:
+        while self._preparing:
+            with contextlib.suppress(InvalidStateError):
+                self._preparing.popitem()[1][1].set_exception(EngineDeadError(why))
 
     def shutdown(self, timeout: float | None) -> None:
         """Take no more requests, let those that run end for ``timeout`` seconds (None: as long as they take), and
@@ -147,6 +178,7 @@ class RankClient:
                 self._end_agent()
                 with self.lock:
                     self._drop_channels()
+                    self._give_up_preparing("the engine was shut down")
                     self.has_ended = True
                     self._changed.notify_all()
 
@@ -246,6 +278,8 @@ class RankClient:
                     return
             elif isinstance(message, Ready):
                 self._note_ready(rank, message)
+            elif isinstance(message, Prepared):
+                self._prepared(rank, message.number)
             elif isinstance(message, Failed) and not number:
                 self._lose(f"rank {rank} failed: {message.reason}")
                 return
@@ -313,6 +347,7 @@ class RankClient:
         logger.error("%s", self.dead)
         effects.failed = dict.fromkeys(effects.failed, (self.dead, False))
         self._drop_channels()
+        self._give_up_preparing(self.dead)
         if self.is_restarting:
             self._agent.tell(KILL_RANKS + b"%d;" % self._attempt)
         self.on_effects(effects, 0)

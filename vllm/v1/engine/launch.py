@@ -38,6 +38,7 @@ class Launch:
         num_ranks: in all, the same number on each machine.
         nnodes, node_rank: how many machines, and which of them this is; machine 0 has the front end.
         master_addr, master_port: where the machines meet, on machine 0.
+        by_torchrun: other processes, which torchrun started too, are the other ranks; this one is rank 0's.
         max_restarts: how often all ranks are started again after one was lost.
         silence_s: who says nothing for so long is taken for dead.
     """
@@ -49,6 +50,7 @@ class Launch:
     master_addr: str = "127.0.0.1"
     master_port: int = 29501
     max_restarts: int = 0
+    by_torchrun: bool = False
     silence_s: float = 8.0
 
     def __post_init__(self) -> None:
@@ -61,6 +63,9 @@ class Launch:
             )
         if self.max_restarts < 0:
             raise ValueError(f"max_restarts={self.max_restarts}: give 0 or more")
+        if self.by_torchrun and (self.on_ray or self.max_restarts):
+            what = 'distributed_executor_backend="ray"' if self.on_ray else f"max_restarts={self.max_restarts}"
+            raise ValueError(f"{what} under torchrun, which starts the ranks itself, with its own --max-restarts")
         if self.on_ray and self.nnodes > 1:
             raise ValueError(f"nnodes={self.nnodes} with Ray, which knows its machines: leave nnodes out")
 
@@ -107,8 +112,16 @@ class Agent:
         self.process.wait()
 
 
+def run_rank_0(launch: Launch) -> int:
+    """Run it to its end, in the place that torchrun gave to this process; returns the exit code."""
+    os.environ[AGENT] = str(os.getpid())
+    return subprocess.call([sys.executable, "-m", "vllm.v1.engine.rank", json.dumps(launch.engine_args)])
+
+
 def run_agent(launch: Launch) -> int:
     """Run the ranks of this machine to their end; returns the exit code."""
+    if launch.by_torchrun:
+        return run_rank_0(launch)
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, launch_agent

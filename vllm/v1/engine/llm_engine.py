@@ -98,7 +98,8 @@ class LLMEngine:
         return request_id
 
     def step(self) -> list[RequestOutput]:
-        """Run one step on this rank and its peers; returns what requests got out of it.
+        """Run one step on this rank and its peers; returns what requests got out of it, or out of the one before where
+        steps are scheduled ahead.
 
         With several ranks every one calls this as long as ``has_unfinished_requests``. What it raises ends the run on
         all of them.

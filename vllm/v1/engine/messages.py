@@ -47,6 +47,19 @@ class Add(Message, frozen=True):
     arrival_time: float = 0.0
 
 
+class Prepare(Message, frozen=True):
+    """Outside the count: make what the grammar of a later request needs, off the thread that steps."""
+
+    number: int
+    structured_outputs: dict[str, Any]
+
+
+class Prepared(Message, frozen=True):
+    """Outside the count: the answer, also where it cannot be made, of which the request will say why."""
+
+    number: int
+
+
 class Abort(Message, frozen=True):
     """Drop requests before the next step; ids that have ended are ignored."""
 

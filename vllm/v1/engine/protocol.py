@@ -200,6 +200,15 @@ class FrontProtocol:
         """The DP rank with the fewest tokens waiting, of those the one with the fewest requests."""
         return min(range(len(self._loads)), key=self._loads.__getitem__)
 
+    def check_rank(self, dp_rank: int) -> None:
+        if not 0 <= dp_rank < len(self.leaders):
+            raise ValueError(f"data_parallel_rank={dp_rank}: there are ranks 0 to {len(self.leaders) - 1}")
+
+    def hold(self, dp_rank: int, tokens: int, requests: int = 1) -> None:
+        """Count requests of ``dp_rank`` that will be added later; take them back, with -1, before they are."""
+        self._loads[dp_rank][0] += tokens * requests
+        self._loads[dp_rank][1] += requests
+
     def add(self, request: Add, dp_rank: int | None = None) -> Effects:
         """Give ``request`` to ``dp_rank``, by default the least loaded.
 
@@ -211,8 +220,7 @@ class FrontProtocol:
             raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request; give another")
         if dp_rank is None:
             dp_rank = self.choose_rank()
-        if not 0 <= dp_rank < len(self.leaders):
-            raise ValueError(f"data_parallel_rank={dp_rank}: there are ranks 0 to {len(self.leaders) - 1}")
+        self.check_rank(dp_rank)
         self._added += 1
         wire_id, waiting = f"{request.request_id}#{self._added}", len(request.prompt_token_ids)
         self.requests[request.request_id] = _InFlight(wire_id, dp_rank, waiting)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of a served engine, as a process: ``RankProtocol`` around ``EngineCore``.
 
-The main thread steps, and sleeps while nothing is due. The other thread reads, writes and says once a second that this
-rank lives, whatever the main thread does; where the front end is gone it ends the process.
+The main thread steps, and sleeps while nothing is due. Another thread reads, writes and says once a second that this
+rank lives, whatever the main thread does; where the front end is gone it ends the process. A third one makes grammars.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -30,11 +31,24 @@ from vllm.v1.debug import watchdog
 from vllm.v1.engine.channel import Channel, Waker, connect
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.launch import FRONT_END, NODE, die_with_the_agent, leave
-from vllm.v1.engine.messages import Abort, Add, Alive, Failed, Hello, Message, Outputs, Ready, params_from_the_wire
+from vllm.v1.engine.messages import (
+    Abort,
+    Add,
+    Alive,
+    Failed,
+    Hello,
+    Message,
+    Outputs,
+    Prepare,
+    Prepared,
+    Ready,
+    params_from_the_wire,
+)
 from vllm.v1.engine.protocol import Commands, RankProtocol, Silence
 from vllm.v1.metrics.stats import rank_stats
 from vllm.v1.outputs import EngineCoreOutput
 from vllm.v1.request import Request
+from vllm.v1.structured_output import Grammars
 
 logger = init_logger(__name__)
 
@@ -60,6 +74,8 @@ class Rank:
         # When requests came that no step has taken yet: what they wait for a step's end is time in the queue.
         self._came: dict[str, float] = {}
         self.is_ready = self._is_closing = False
+        self.grammars: Grammars | None = None
+        self._preparing = ThreadPoolExecutor(1, "vllm-grammars")
         self._thread = threading.Thread(target=self._talk, name="vllm-rank-io", daemon=True)
         self._thread.start()
 
@@ -103,6 +119,8 @@ class Rank:
                 self._silence.heard("front", time.monotonic())
                 with self._changed:
                     for number, message in received:
+                        if isinstance(message, Prepare):
+                            self._preparing.submit(self._prepare, message)
                         self.protocol.receive(number, message)
                         if isinstance(message, Add):
                             self._came[message.request_id] = time.monotonic()
@@ -110,6 +128,17 @@ class Rank:
                             for request_id in message.request_ids:
                                 self._came.pop(request_id, None)
                     self._changed.notify()
+
+    def _prepare(self, message: Prepare) -> None:
+        """The first takes seconds, with the tokenizer; what is made here the step only copies."""
+        assert self.grammars is not None, "a grammar came before this rank was ready"
+        try:
+            params = params_from_the_wire({"structured_outputs": message.structured_outputs}).structured_outputs
+            assert params is not None, f"{message} has no grammar"
+            self.grammars.check(params)
+        except Exception as error:
+            logger.debug("a grammar cannot be made: %r", error)
+        self.tell([Prepared(message.number)], counted=False)
 
     def _lose(self, reason: str) -> None:
         if self.protocol.left or self._is_closing:
@@ -224,6 +253,7 @@ def main(argv: list[str]) -> None:
         config = engine_args.create_engine_config()
         core = EngineCore(config, engine_args.get_generation_config(config.model_config))
         length, blocks = core.vllm_config.model_config.max_model_len, core.scheduler.kv_cache_config.num_blocks
+        rank.grammars = core.scheduler.grammars
         rank.tell([Ready(length, blocks)], counted=False)
         rank.serve(core)
     except BaseException as error:

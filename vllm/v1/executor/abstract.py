@@ -24,6 +24,7 @@ class Executor:
 
         Raises AttributeError for a method that the worker has not. ``timeout`` has no use: it runs in this thread.
         """
+        self.driver_worker.wait_for_device()
         run = getattr(self.driver_worker, method) if isinstance(method, str) else _bound(method, self.driver_worker)
         return [run(*args, **(kwargs or {}))]
 

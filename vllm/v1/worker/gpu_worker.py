@@ -143,9 +143,12 @@ class Worker:
     def model_runner(self) -> GPUModelRunner:
         return self.runner
 
-    def get_model(self) -> CausalLM:
-        """Between steps, with none in flight: the caller may change its weights."""
+    def wait_for_device(self) -> None:
+        """Before anything that may change what a step in flight reads: weights, caches."""
         self.runner.stream.wait()
+
+    def get_model(self) -> CausalLM:
+        self.wait_for_device()
         return self.runner.model
 
     def apply_model(self, func: Callable[[CausalLM], Any]) -> Any:
@@ -178,7 +181,7 @@ class Worker:
 
     def sleep(self, level: int = 1) -> None:
         """Give back the KV cache; with ``level`` 2 the weights too, on devices with 1 as well (kept on the host)."""
-        self.runner.stream.wait()
+        self.wait_for_device()
         if "kv_cache" not in self.asleep:
             self.runner.release_kv_cache()
         if level == 2:

@@ -138,7 +138,7 @@ class Scheduler:
             request.num_in_flight += samples[-1]
 
         if self._in_flight:
-            self._cache_running()
+            self.cache_in_flight(running)
         index = 0
         while index < len(running) and budget > 0:
             request = running[index]
@@ -187,10 +187,10 @@ class Scheduler:
         self._in_flight.append((step, set()))
         return step
 
-    def _cache_running(self) -> None:
-        """Offer what the step in flight computes, as if it had been taken in: this step runs after it."""
+    def cache_in_flight(self, requests: Iterable[Request]) -> None:
+        """Offer what the step in flight computes, as if it had been taken in: later steps run after it."""
         if self.kv_cache_manager.enable_prefix_caching:
-            for request in self.running:
+            for request in requests:
                 num_tokens = min(request.num_computed_tokens, len(request.all_token_ids))
                 if num_tokens // self.kv_cache_config.block_size > request.num_cached_blocks:
                     self.kv_cache_manager.cache_computed(request, num_tokens)
@@ -306,13 +306,9 @@ class Scheduler:
             self.reset_prefix_cache()
         for step, dropped in self._in_flight:
             for other, start in zip(step.requests, step.num_computed_tokens, strict=True):
-                found = set(other.block_ids[: start // self.kv_cache_config.block_size])
-                if (
-                    other.request_id in step.started
-                    and other in self.running
-                    and found
-                    and (not holds or holds & found)
-                ):
+                is_fresh = other.request_id in step.started and other in self.running
+                found = set(other.block_ids[: start // self.kv_cache_config.block_size]) if is_fresh else set()
+                if found and (not holds or holds & found):
                     for victim in reversed(self.running[self.running.index(other) :]):
                         self.running.pop()
                         self._preempt(victim)
