@@ -223,7 +223,7 @@ class StepGraphs:
         replay too: staging memory takes turns."""
         if common.seq_lens_cpu.data_ptr() == common.seq_lens.data_ptr():
             return common
-        copies = {}
+        copies: dict[str, Any] = {}
         for name in ("query_start_loc_cpu", "seq_lens_cpu"):
             x = getattr(common, name)
             home = self._homes.setdefault(name, torch.empty(self.max_num_seqs + 1, dtype=x.dtype, device="cpu"))

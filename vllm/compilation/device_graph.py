@@ -333,7 +333,7 @@ class DeviceRecorder(TorchDispatchMode):
 
     def _place(self, tensor: torch.Tensor) -> Any:
         if not self._is_here(tensor):
-            return f"the host's {tensor.tolist()}" if tensor.numel() == 1 else "the host's"
+            return f"the host's {tensor.tolist()}" if not tensor.dim() else "the host's"
         storage, number = tensor.untyped_storage(), self.pool.number_of(tensor)
         if number is None:
             self._kept[id_of(tensor)] = storage
