@@ -87,6 +87,7 @@ def test_an_operator_that_asks_the_host_leaves_steps_eager(
     assert "brings a value of the step to the host in silu_and_mul of " in caplog.text
 
 
+@pytest.mark.slow
 def test_the_sizes_that_memory_does_not_hold_are_left_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
