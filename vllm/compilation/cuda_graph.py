@@ -280,7 +280,8 @@ class StepGraphs:
 
     def wanted_sizes(self) -> list[int]:
         """What is captured where the caches are large enough."""
-        sizes = self.given or (_DEFAULT_SIZES if is_host(self.runner.device) else _DEVICE_SIZES)
+        on_device = sorted({*_DEVICE_SIZES, min(self.max_num_seqs, _DEVICE_SIZES[-1])})
+        sizes = self.given or (_DEFAULT_SIZES if is_host(self.runner.device) else on_device)
         limit = self.max_num_seqs if self.decode_only or not self.given else self.runner.max_num_tokens
         return [size for size in sizes if size <= limit]
 

@@ -49,28 +49,25 @@ class DevicePool:
         self.device, self.platform, self.module = device, platform, torch.get_device_module(device)
         self.made: dict[int, tuple[weakref.ref[Any], int]] = {}  # storages that the running pass made, by identity
         self._graphs = weakref.WeakSet[Any]()
-        self._free_before: int | None = None
+        self.nbytes = 0  # what the pool and the driver took while graphs were captured
 
     @functools.cached_property
     def stream(self) -> Any:
         """Captures are not made on the default stream."""
         return self.module.Stream(self.device)
 
-    @property
-    def nbytes(self) -> int:
-        """What the device has less than before the first capture: the pool, and what the driver keeps of graphs."""
-        if self._free_before is None:
-            return 0
-        self.module.empty_cache()
-        return max(self._free_before - self.module.mem_get_info(self.device)[0], 0)
-
     def begin_graph(self) -> Any:
         if not self._graphs:  # a pool whose last graph is gone is given back, and takes no other
-            self._free_before = self.module.mem_get_info(self.device)[0]
+            self.nbytes = 0
             self._handle = self.module.graph_pool_handle()
+        self._free = self.module.mem_get_info(self.device)[0]
         graph = self.platform.begin_graph(self._handle)
         self._graphs.add(graph)
         return graph
+
+    def end_graph(self, graph: Any) -> None:
+        graph.capture_end()
+        self.nbytes += max(self._free - self.module.mem_get_info(self.device)[0], 0)
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory; without a hold on it, where the running pass made it."""
@@ -169,7 +166,7 @@ class DeviceRecorder(TorchDispatchMode):
     def _end(self) -> None:
         graph, is_empty = self._graph, len(self.calls) == self._first
         if graph is not None:
-            graph.capture_end()
+            self.pool.end_graph(graph)
             self._graph = None
             for target, made in self._pending:
                 target.copy_(made)
