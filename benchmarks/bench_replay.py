@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replayed steps against eager ones, on the same weights in one process, taking turns.
 
-    python benchmarks/bench_replay.py MODEL                                   one request, 32 requests
+    python benchmarks/bench_replay.py MODEL
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=4 benchmarks/bench_replay.py MODEL --tp 2 --dp 2
 
-MODEL: a folder as ``examples/offline_inference/smollm2.py`` writes (``dense``, ``moe`` for ranks). With ranks each DP
-rank has one request. Ratios are medians over rounds; ``outside`` is the part of a replayed step that is neither in the
-replay nor in the output head and the sampler: Python, for all that matters.
+MODEL: a folder as ``examples/offline_inference/smollm2.py`` writes (``dense``, ``moe`` for ranks). Ratios are medians
+over rounds; ``outside`` is the part of a replayed step that is neither in the replay nor in the output head and the
+sampler: Python, for all that matters.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--dp", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 32], help="at a time, on each DP rank")
     args = parser.parse_args()
     engines = [
         LLM(
@@ -76,7 +77,7 @@ def main() -> None:
                 tokens = tuple(output.outputs[0].token_ids)
         return time.perf_counter() - began, tokens
 
-    for requests in (1, 32) if args.dp == 1 else (1,):
+    for requests in args.requests:
         times: list[list[float]] = [[], []]
         outside = []
         for turn in range(args.rounds + 1):
