@@ -22,7 +22,6 @@ from vllm.config import CompilationConfig, CUDAGraphMode, SchedulerConfig
 from vllm.engine import arg_utils
 from vllm.engine.arg_utils import UNSUPPORTED, EngineArgs
 from vllm.entrypoints.llm import LLM
-from vllm.logger import log_once
 from vllm.transformers_utils import config as hf
 
 ROOT = Path(__file__).parents[2]
@@ -108,7 +107,7 @@ def test_defaults_resolve(tiny_llama: Path):
     assert config.cache_config.block_size == 16
     assert config.cache_config.enable_prefix_caching
     assert config.scheduler_config == SchedulerConfig()
-    assert config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
+    assert config.compilation_config.cudagraph_mode is None, "the platform chooses"
 
 
 @pytest.mark.parametrize(
@@ -190,7 +189,7 @@ def test_hf_overrides_by_function(tiny_llama: Path):
         ),
         ({"compilation_config": {"cudagraph_mode": "full"}, "enforce_eager": True}, (CUDAGraphMode.NONE, ())),
         ({"compilation_config": CompilationConfig(CUDAGraphMode.FULL, (4,))}, (CUDAGraphMode.FULL, (4,))),
-        ({"compilation_config": 0, "cudagraph_capture_sizes": [8]}, (CUDAGraphMode.NONE, (8,))),
+        ({"compilation_config": 0, "cudagraph_capture_sizes": [8]}, (None, (8,))),
     ],
 )
 def test_compilation_config(tiny_llama: Path, given, expected):
@@ -203,7 +202,7 @@ def test_compilation_config(tiny_llama: Path, given, expected):
     [
         {"compilation_config": 3},
         {"compilation_config": {"backend": "inductor"}},
-        {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}},
+        {"compilation_config": {"cudagraph_mode": "SOMETIMES"}},
         {"kv_cache_dtype": "fp8_e5m2"},
         {"distributed_executor_backend": "mp"},
     ],
@@ -357,20 +356,6 @@ def test_rope_arguments_of_older_releases(tiny_llama: Path):
     assert EngineArgs(str(tiny_llama), rope_scaling=None, rope_theta=None).hf_overrides is None
     with pytest.raises(ValueError, match=r"rope_theta.*beside hf_overrides"):
         EngineArgs(str(tiny_llama), rope_theta=7.0, hf_overrides=lambda config: config)
-
-
-def test_graph_mode_that_captures_nothing_is_told_once(tiny_llama: Path, log: pytest.LogCaptureFixture):
-    log_once.cache_clear()
-    for _ in range(2):
-        EngineArgs(str(tiny_llama), compilation_config={"cudagraph_mode": "FULL"}).create_engine_config()
-    assert [r.getMessage() for r in log.records if "every step is eager" in r.getMessage()] == [
-        "cudagraph_mode=FULL captures nothing: every step is eager; batches are only padded to cudagraph_capture_sizes"
-    ]
-    log.clear()
-    EngineArgs(str(tiny_llama), compilation_config={"cudagraph_mode": "NONE"}).create_engine_config()
-    args = EngineArgs(str(tiny_llama), compilation_config={"cudagraph_mode": "FULL"}, enforce_eager=True)
-    args.create_engine_config()
-    assert not log.records
 
 
 @pytest.mark.parametrize(("asked", "level"), [(True, "WARNING"), (None, "INFO"), (False, None)])
