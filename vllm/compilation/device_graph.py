@@ -2,9 +2,9 @@
 """Steps captured as graphs of a CUDA or XPU device, behind the interface that ``recording`` has on the host.
 
 A graph holds what was put on the device's stream with the arguments and addresses of that moment; it holds nothing that
-the host did. So each size is recorded twice: first as an eager pass, then while the graphs
-are captured. What is compared is what the host gave to the device: torch's operations by a dispatch mode, launches of
-Triton's kernels, and our operators, of which the others are parts. A tensor that the pass made is told by how many were
+the host did. So each size is recorded twice: first as an eager pass, then while the graphs are captured. What is
+compared is what the host gave to the device: torch's operations by a dispatch mode, launches of Triton's kernels, and
+our operators, of which the others are parts. A tensor that the pass made is told by how many were
 made before it, since the two passes take their memory from different places; any other by its address, and all of these
 are kept until the comparison is over, so that one that is built anew each time cannot come back at the address of the
 last. A host tensor's address says nothing; what is read from one shows in what the device is given.
