@@ -15,12 +15,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [
-    "vllm.launchers vllm.envs vllm.logger vllm.version vllm.utils vllm.usage",
+    "vllm.launchers vllm.envs vllm.logger vllm.version vllm.utils vllm.usage vllm.forward_context",
     "vllm.logprobs vllm.inputs vllm.sampling_params vllm.lora vllm.outputs vllm.sequence vllm.v1.metrics"
     " vllm.v1.outputs vllm.v1.request",
     "vllm.platforms vllm.v1.transfers",
     "vllm.kernels vllm._custom_ops vllm.compilation.recording",
-    "vllm.forward_context vllm.distributed",
+    "vllm.distributed",
     # files of weights, read by what understands them
     "vllm.model_executor.parameter vllm.model_executor.model_loader.weight_utils"
     " vllm.model_executor.model_loader.weight_update vllm.model_executor.model_loader.gguf_loader",
