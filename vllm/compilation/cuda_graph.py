@@ -287,7 +287,8 @@ class StepGraphs:
 
     def sizes(self) -> list[int]:
         runner = self.runner
-        limit = self.max_num_seqs if self.decode_only else runner.max_num_tokens
+        limit = runner.vllm_config.scheduler_config.max_num_batched_tokens
+        limit = min(limit, self.max_num_seqs) if self.decode_only else limit
         least = min(runner.builders.values(), key=lambda builder: builder.cudagraph_support)
         support = least.cudagraph_support
         if support is AttentionCGSupport.NEVER:
@@ -305,7 +306,8 @@ class StepGraphs:
 
     def _capture(self, size: int) -> CapturedStep:
         first, second, third = self._trials(size)
-        if isinstance(self.pool, DevicePool):  # kernels are compiled, and made is what is made once
+        # Kernels are compiled, and what is made once is made.
+        if isinstance(self.pool, DevicePool) or not self.steps:
             inputs, context = self._prepare(size, third)
             with context:
                 self.runner.model(inputs.input_ids, inputs.positions)
