@@ -37,7 +37,8 @@ class Allocations(TorchDispatchMode):
 def test_a_step_allocates_nothing_in_its_layers(name: str) -> None:
     from vllm import LLM
 
-    llm = LLM(tiny.checkpoint(name), dtype="float32", skip_tokenizer_init=True, max_model_len=64, max_num_seqs=4, enforce_eager=True)
+    limits = {"max_model_len": 64, "max_num_seqs": 4}
+    llm = LLM(tiny.checkpoint(name), dtype="float32", skip_tokenizer_init=True, enforce_eager=True, **limits)
     layers = llm.llm_engine.worker.runner.model.model.layers
     by_step: list[list[str]] = []
     calls = [layer.forward for layer in layers]
