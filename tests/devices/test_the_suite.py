@@ -39,7 +39,8 @@ sys.meta_path[:] = [Without if finder is PathFinder else finder for finder in sy
 QUICK = (
     "test_device_operators or (test_device_speed) or (test_transformers_tokens and (qwen3-moe-wide or next)) or "
     "(test_collectives and 2-own) or test_groups or (test_exchanged and padded) or (test_layout and qwen3-moe) or "
-    "(test_an_idle and mixtral) or (test_device_waits and not qwen3.5 and not llama)"
+    "(test_an_idle and mixtral) or (test_device_waits and not qwen3.5 and not llama) or "
+    "(test_a_full_capture and lengths0)"
 )
 
 

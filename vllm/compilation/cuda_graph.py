@@ -37,6 +37,7 @@ from vllm.compilation.recording import (
 )
 from vllm.config import CUDAGraphMode
 from vllm.kernels.cpu import records
+from vllm.kernels.table import choose
 from vllm.logger import init_logger, log_once
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.transfers import is_host
@@ -289,6 +290,9 @@ class StepGraphs:
         runner = self.runner
         limit = runner.vllm_config.scheduler_config.max_num_batched_tokens
         limit = min(limit, self.max_num_seqs) if self.decode_only else limit
+        if is_host(runner.device) and (launched := self._not_seen()):
+            logger.warning("steps are not captured: %s run(s) by kernels that a recording does not see", launched)
+            return []
         least = min(runner.builders.values(), key=lambda builder: builder.cudagraph_support)
         support = least.cudagraph_support
         if support is AttentionCGSupport.NEVER:
@@ -303,6 +307,12 @@ class StepGraphs:
                 "cudagraph_capture_sizes %s are not captured: steps of at most %d rows are", too_large, limit
             )
         return [size for size in self.wanted_sizes() if size <= limit]
+
+    @staticmethod
+    def _not_seen() -> str:
+        """The operators that are neither C++ kernels nor torch's operations on the host: Triton's, interpreted."""
+        seen = ("cpu", "reference")
+        return ", ".join(name for name, choice in choose("cpu").items() if choice.implementation not in seen)
 
     def _capture(self, size: int) -> CapturedStep:
         first, second, third = self._trials(size)
