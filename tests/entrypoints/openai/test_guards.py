@@ -366,10 +366,8 @@ def test_a_client_that_does_not_read(engine: InlineEngine, stream: bool):
 
 
 def test_size_of_headers(server: Server):
-    try:
+    with contextlib.suppress(httpx.TransportError):  # where the server closes before all of them were sent
         assert server.http.get("/health", headers={"X": "y" * 1_000_000}).status_code in (400, 431)
-    except httpx.TransportError:  # the server has closed the connection before all of them were sent
-        pass
     assert server.http.get("/health").status_code == 200
 
 
