@@ -244,8 +244,12 @@ class StepGraphs:
         self.is_stale = False
         self._hooks = [h for m in self.runner.model.modules() for h in (m._forward_hooks, m._forward_pre_hooks)]
         if self.is_on and not self._is_hooked():
+            loads = [x for m in self.runner.model.modules() if (x := getattr(m, "expert_load", None)) is not None]
+            counted = [load.clone() for load in loads]
             with without_garbage():
                 self._capture_all(self.sizes())
+            for load, before in zip(loads, counted, strict=True):  # no batch of the captures' is anybody's
+                load.copy_(before)
             self._weights = weight_places(self.runner.model)
         elif self.runner.is_watched and self.mode is not CUDAGraphMode.NONE:
             logger.info("steps are not captured: each layer is looked at (VLLM_DEBUG_NAN)")
