@@ -94,6 +94,7 @@ def shared_group(folder: str, is_shared: bool) -> None:
     if is_shared:
         parallel_state._separate_twins = lambda *_: None
     llm = make_llm(folder, 2, 1, ep=False, async_scheduling=True)
-    with late(0.02, seed=rank_checks.own_rank()):
-        tiny.generate(llm, [tiny.prompt(9), tiny.prompt(5)], 30)
+    with late(0.05 * rank_checks.own_rank()):  # so that the host of one comes before its device, of the other after
+        for _ in range(3):
+            tiny.generate(llm, [tiny.prompt(9), tiny.prompt(5)], 30)
     llm.shutdown()

@@ -549,7 +549,8 @@ def _separate_twins(tp: int, dp: int) -> None:
         group = _get(kind)
         if kind != "ep" and group.world_size > 1 and group.cpu_group is group.device_group:
             for ranks in rank_lists:  # all ranks make all groups
-                made = dist.new_group(ranks, timeout=collective_timeout(), backend="gloo")
+                with _sharing_a_gloo_thread():
+                    made = dist.new_group(ranks, timeout=collective_timeout(), backend="gloo")
                 if ranks == group.ranks:
                     group.separate_twin(made)
 
