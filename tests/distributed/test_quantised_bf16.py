@@ -62,7 +62,7 @@ def of_tokens(
     seen: dict[str, torch.Tensor], layer: int, router: Router, args: tuple[Any, ...], out: tuple[torch.Tensor, ...]
 ) -> None:
     """The router's choice, written over; the weights are still those of its logits."""
-    logits, num_tokens = args[0].float(), int(args[1])
+    logits, num_tokens = args[0].float(), int((args[1] >= 0).sum())
     weights, ids = (x[:num_tokens] for x in out)
     tokens, ways = seen["ids"][:num_tokens, None], torch.arange(router.top_k)
     ids.copy_((5 * tokens + layer + 3 * ways) % router.num_experts)

@@ -102,6 +102,29 @@ def test_one_rank_that_runs_eagerly_makes_all() -> None:
     assert tokens_1 == [tiny.greedy("mixtral", tiny.prompt(50), 12)]
 
 
+def one_is_watched(folder: str, tp: int, dp: int) -> tuple[int, int, list[tuple[int, ...]]]:
+    """A hook on the last rank alone, which a TP rank is not to be told from the others by."""
+    llm = make_llm(folder, tp, dp, **SIZES)
+    runner = runner_of(llm)
+    last = rank_checks.own_rank() == rank_checks.own_world() - 1
+    hook = runner.model.model.layers[1].register_forward_hook(lambda *_: None) if last else None
+    found = tiny.tokens(tiny.generate(llm, [tiny.prompt(4)], 6))
+    before = runner.counts.replayed
+    if hook is not None:
+        hook.remove()
+    found += tiny.tokens(tiny.generate(llm, [tiny.prompt(4)], 6))
+    after = runner.counts.replayed - before
+    llm.shutdown()
+    return before, after, found
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(2, 1), (1, 2)])
+def test_one_rank_whose_layers_are_looked_at(tp: int, dp: int) -> None:
+    for before, after, found in launcher.run_ranks(one_is_watched, 2, tiny.checkpoint("mixtral"), tp, dp, poison=True):
+        assert (before, after) == (0, 6)
+        assert found == [tiny.greedy("mixtral", tiny.prompt(4), 6)] * 2
+
+
 def slept(folder: str) -> tuple[list[int], list[tuple[int, ...]]]:
     """After the caches were given back and made anew, steps are captured anew, by all ranks in one step."""
     llm = make_llm(folder, 1, 2, **SIZES)

@@ -16,7 +16,7 @@ group, so that all ranks of the world learn of it in the same step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 
 import torch
@@ -113,6 +113,12 @@ _SPLIT = (
 )
 
 
+def common_mode(votes: Iterable[int]) -> int:
+    """What all run where each can run ``votes``; see ``DPAgreement.cudagraph_mode``."""
+    modes = set(votes)
+    return CAPTURE if modes == {CAPTURE} else max(min(modes), 0)
+
+
 def agree(votes: Sequence[DPVote], dp_rank: int, bucket: Callable[[int], int] | None = None) -> DPAgreement:
     """The agreement that follows from all ranks' votes.
 
@@ -142,8 +148,7 @@ def agree(votes: Sequence[DPVote], dp_rank: int, bucket: Callable[[int], int] | 
             "VLLM_DP_PAD_TO_MAX and VLLM_POLICIES alike on all ranks"
         )
     unpadded = tuple(vote.num_tokens_unpadded for vote in votes)
-    modes = {vote.cudagraph_mode for vote in votes}
-    mode = CAPTURE if modes == {CAPTURE} else max(min(modes), 0)
+    mode = common_mode(vote.cudagraph_mode for vote in votes)
     if not any(unpadded):
         padded = (0,) * len(votes)
     else:
@@ -203,6 +208,10 @@ def coordinate_batch_across_dp(
         work,
     )
     of_tp = _collect(own, tp, "compare_work_across_tp")
+    # One of them may have to run eagerly, though the work is the same.
+    common = common_mode(vote.cudagraph_mode for vote in of_tp)
+    of_tp = [replace(vote, cudagraph_mode=common) for vote in of_tp]
+    own = replace(own, cudagraph_mode=common)
     own = replace(own, tp_differs=int(any(vote != own for vote in of_tp)))
     of_dp = _collect(own, group, "coordinate_batch_across_dp")
     if own.tp_differs:
