@@ -143,7 +143,8 @@ def padded_ranks(folder: str, fault: str) -> tuple[list[Any], list[tuple[int, ..
     """Tokens [6, 2], padded to 8 rows by capture size and policy."""
     from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager
 
-    llm = make_llm(folder, 1, 2, compilation_config={"cudagraph_capture_sizes": [8]})
+    # Eager: the batches that steps are captured with would have written the memory whose tail is looked at.
+    llm = make_llm(folder, 1, 2, compilation_config={"cudagraph_capture_sizes": [8]}, enforce_eager=True)
     if fault == "attention tail":
         rank_checks.attend_real_rows_only()
     elif fault == "router":
