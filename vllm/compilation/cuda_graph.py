@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -154,6 +154,7 @@ class StepGraphs:
             self.pool = DevicePool(runner.device, runner.platform)
         self.steps: dict[int, CapturedStep] = {}
         self._hooks: list[Any] = []
+        self._held: list[tuple[dict[str, Any], str, Any]] = []
         self._homes: dict[str, torch.Tensor] = {}
         self.decode_only = self.mode is CUDAGraphMode.FULL_DECODE_ONLY
         self.given = config.compilation_config.cudagraph_capture_sizes
@@ -163,6 +164,8 @@ class StepGraphs:
 
     def vote(self, step: SchedulerOutput) -> int:
         """The highest mode that this rank could run ``step`` in, or CAPTURE; see ``DPVote``."""
+        if any(owner.get(name) is not held for owner, name, held in self._held):
+            self.forget()  # a module has another tensor, such as weights that could not be put in the old ones' place
         if self.is_stale:
             return CAPTURE if len(self.runner.input_batch.row_of) == len(step.started) else CUDAGraphMode.NONE
         if not self.steps or self._is_hooked():
@@ -179,12 +182,8 @@ class StepGraphs:
     def forget(self) -> None:
         """The caches go: what is captured reads them."""
         self.steps.clear()
+        self._held = []
         self.is_stale = self.is_on
-
-    def weights_changed(self) -> None:
-        """New weights are in the place of the old ones, or else all is captured anew."""
-        if self.steps and self._weights != weight_places(self.runner.model):
-            self.forget()
 
     def _is_hooked(self) -> bool:
         """Hooks of the model's modules are called in eager steps only."""
@@ -250,7 +249,7 @@ class StepGraphs:
                 self._capture_all(self.sizes())
             for load, before in zip(loads, counted, strict=True):  # no batch of the captures' is anybody's
                 load.copy_(before)
-            self._weights = weight_places(self.runner.model)
+            self._held = tensors_held(self.runner.model)
         elif self.runner.is_watched and self.mode is not CUDAGraphMode.NONE:
             logger.info("steps are not captured: each layer is looked at (VLLM_DEBUG_NAN)")
 
@@ -465,17 +464,19 @@ def compare(one: Sequence[Call], two: Sequence[Call], size: int) -> None:
         raise CaptureError(f"capturing {size} rows: {len(one)} calls with one batch, {len(two)} with another")
 
 
-def weight_places(model: torch.nn.Module) -> list[int]:
-    """The addresses of the tensors that the layers hold."""
+def tensors_held(model: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
+    """What of the model's modules is a tensor, or holds some: its owner's dict, its name in there, itself."""
 
-    def tensors(held: Any) -> Iterator[torch.Tensor]:
-        if isinstance(held, torch.Tensor):
-            yield held
-        elif isinstance(held, (list, tuple)) or dataclasses.is_dataclass(held):
-            for part in held if isinstance(held, (list, tuple)) else vars(held).values():
-                yield from tensors(part)
+    def is_one(held: Any) -> bool:
+        parts: Iterable[Any] = ()
+        if isinstance(held, (list, tuple)):
+            parts = held
+        elif dataclasses.is_dataclass(held):
+            parts = vars(held).values()
+        return isinstance(held, torch.Tensor) or any(map(is_one, parts))
 
-    return [x.data_ptr() for module in model.modules() for held in vars(module).values() for x in tensors(held)]
+    owners = [of for m in model.modules() for of in (vars(m), m._parameters, m._buffers)]
+    return [(owner, name, held) for owner in owners for name, held in owner.items() if is_one(held)]
 
 
 def _tensors(inputs: ModelInputs) -> dict[str, torch.Tensor]:

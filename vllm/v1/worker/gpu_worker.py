@@ -176,7 +176,6 @@ class Worker:
             # Head and embedding may come in any order, so whether they are alike is known now.
             with torch.no_grad():
                 model.lm_head.settle_tie()
-            self.runner.graphs.weights_changed()
         return changed
 
     def sleep(self, level: int = 1) -> None:
