@@ -54,6 +54,8 @@ logger = init_logger(__name__)
 _PADDING_SHARE = 8
 _TRIAL_BLOCKS = 4
 _DEFAULT_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
+# Over several ranks a step waits for the others more than it computes, and each capture takes as long as such steps.
+_SIZES_OF_RANKS = (1, 2, 4, 8)
 # On a device it costs next to nothing, and each size takes time and memory.
 _DEVICE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
@@ -158,7 +160,7 @@ class StepGraphs:
         self._homes: dict[str, torch.Tensor] = {}
         self.decode_only = self.mode is CUDAGraphMode.FULL_DECODE_ONLY
         self.given = config.compilation_config.cudagraph_capture_sizes
-        self.saves_padding = is_host(runner.device) and not self.given
+        self.saves_padding = is_host(runner.device) and not self.given and config.parallel_config.world_size == 1
 
     # --- in service -----------------------------------------------------------------------------------------------
 
@@ -285,7 +287,8 @@ class StepGraphs:
     def wanted_sizes(self) -> list[int]:
         """What is captured where the caches are large enough."""
         on_device = sorted({*_DEVICE_SIZES, min(self.max_num_seqs, _DEVICE_SIZES[-1])})
-        sizes = self.given or (_DEFAULT_SIZES if is_host(self.runner.device) else on_device)
+        on_host = _DEFAULT_SIZES if self.saves_padding else _SIZES_OF_RANKS
+        sizes = self.given or (on_host if is_host(self.runner.device) else on_device)
         limit = self.max_num_seqs if self.decode_only or not self.given else self.runner.max_num_tokens
         return [size for size in sizes if size <= limit]
 
