@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operators in plain torch, for any device: what is right. Contracts and letters are those of ``kernels.ops``.
 
-They ask the device for lengths and counts, so that a step with them waits many times.
+They ask the device for lengths and counts, so that a step with them waits many times. Those, and what makes tables anew,
+are called between the pieces of a captured step.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def embedding(ids_T: Tensor, packed: PackedWeight, vocab_range: tuple[int, int] 
     return F.embedding(rows, packed.data).masked_fill_(elsewhere[:, None], 0)
 
 
+@outside
 def quantized_linear(
     x_TK: Tensor, weight: QuantizedWeight, bias_N: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
@@ -46,6 +48,7 @@ def quantized_linear(
     return y if out is None else out.copy_(y)
 
 
+@outside
 def quantized_embedding(ids_T: Tensor, weight: QuantizedWeight, vocab_range: tuple[int, int] | None = None) -> Tensor:
     if vocab_range is None:
         return dequantize(weight.rows(ids_T)).to(weight.dtype)
