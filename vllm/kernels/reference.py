@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operators in plain torch, for any device: what is right. Contracts and letters are those of ``kernels.ops``.
 
-They ask the device for lengths and counts, so that a step with them waits many times. Those, and what makes tables anew,
-are called between the pieces of a captured step.
+They ask the device for lengths and counts, so that a step with them waits many times. Those, and what makes tables
+anew, are called between the pieces of a captured step.
 """
 
 from __future__ import annotations
