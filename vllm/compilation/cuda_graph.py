@@ -228,8 +228,9 @@ class StepGraphs:
         copies: dict[str, Any] = {}
         for name in ("query_start_loc_cpu", "seq_lens_cpu"):
             x = getattr(common, name)
-            home = self._homes.setdefault(name, torch.empty(self.max_num_seqs + 1, dtype=x.dtype, device="cpu"))
-            copies[name] = home[: len(x)].copy_(x)
+            if name not in self._homes:
+                self._homes[name] = torch.empty(self.max_num_seqs + 1, dtype=x.dtype, device="cpu")
+            copies[name] = self._homes[name][: len(x)].copy_(x)
         return dataclasses.replace(common, **copies)
 
     # --- capture --------------------------------------------------------------------------------------------------
