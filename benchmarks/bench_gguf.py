@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request on a GGUF file against llama.cpp, in turn: tokens a second while decoding.
+"""A GGUF file against llama.cpp, in turn: tokens a second while decoding.
 
     python benchmarks/bench_gguf.py FILE.gguf [--kinds Q4_0 Q8_0] --llama PYTHON
 
 PYTHON: an interpreter with xllamacpp (``pip install xllamacpp``). Both read the same file with the same number of
 threads (``OMP_NUM_THREADS``, else all cores) and compute one at a time. ``--kinds`` quantises the file's matrices anew,
-to each of these types, in a temporary folder. llama.cpp's rate is its own count (``predicted_per_second``); this
-engine's is that of the steps after the first. Ratios are medians over rounds of three runs each.
+to each of these types, in a temporary folder. llama.cpp's seconds are its own count (``predicted_ms``, the longest of
+the requests'); this engine's are those of the steps after the first. Ratios are medians over rounds of three runs each.
 """
 
 from __future__ import annotations
@@ -24,31 +24,21 @@ from pathlib import Path
 PROMPT = "The capital of France is"
 
 PEER = """
-import json, sys, xllamacpp
+import concurrent.futures, json, sys, xllamacpp
+path, (threads, tokens, requests), prompt = sys.argv[1], map(int, sys.argv[2:5]), sys.argv[5]
 params = xllamacpp.CommonParams()
-params.model.path, threads, tokens, requests = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+params.model.path, params.n_ctx, params.n_parallel = path, 1024 * requests, requests
 params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
-params.n_ctx, params.n_parallel, params.warmup = 1024 * requests, requests, True
-server = xllamacpp.Server(params)
+server, pool = xllamacpp.Server(params), concurrent.futures.ThreadPoolExecutor(requests)
 def run(number):
-    body = {"prompt": str(number) * (requests > 1) + sys.argv[5], "n_predict": tokens, "temperature": 0,
-            "ignore_eos": True, "cache_prompt": False}
-    return server.handle_completions(body)
-if requests > 1:
-    import concurrent.futures, time
-    pool = concurrent.futures.ThreadPoolExecutor(requests)
+    body = dict(prompt=f"{number} {prompt}", n_predict=tokens, temperature=0, ignore_eos=True, cache_prompt=False)
+    answer = server.handle_completions(body)
+    return (answer if isinstance(answer, dict) else json.loads(answer))["timings"]
 print("ready", flush=True)
 for line in sys.stdin:
-    if requests == 1:
-        out = run(0)
-        out = json.loads(out) if isinstance(out, (str, bytes)) else out
-        rate = out["timings"]["predicted_per_second"]
-        assert out["timings"]["predicted_n"] == tokens, out["timings"]
-    else:
-        outs = list(pool.map(run, range(requests)))
-        outs = [json.loads(o) if isinstance(o, (str, bytes)) else o for o in outs]
-        rate = sum(o["timings"]["predicted_n"] - 1 for o in outs) / max(o["timings"]["predicted_ms"] for o in outs) * 1e3
-    print(rate, flush=True)
+    timings = list(pool.map(run, range(requests)))
+    assert all(each["predicted_n"] == tokens for each in timings), timings
+    print(requests * tokens / max(each["predicted_ms"] for each in timings) * 1e3, flush=True)
 """
 
 
@@ -96,10 +86,10 @@ def compare(file: Path, args: argparse.Namespace, threads: int) -> None:
     from vllm import LLM, SamplingParams
 
     argv = [args.llama, "-c", PEER, str(file), str(threads), str(args.tokens), str(args.requests), PROMPT]
-    with subprocess.Popen(
-        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as peer:
-        assert peer.stdin is not None and peer.stdout is not None
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(argv, text=True, **pipes) as peer:
+        assert peer.stdin is not None
+        assert peer.stdout is not None
         while (line := peer.stdout.readline()) and line != "ready\n":
             pass
         if not line:
@@ -116,7 +106,7 @@ def compare(file: Path, args: argparse.Namespace, threads: int) -> None:
 
         def ours() -> float:
             for number in range(args.requests):
-                llm.llm_engine.add_request(str(number), str(number) * (args.requests > 1) + PROMPT, params)
+                llm.llm_engine.add_request(str(number), f"{number} {PROMPT}", params)
             llm.llm_engine.step()
             began = time.perf_counter()
             while llm.llm_engine.has_unfinished_requests():
