@@ -355,11 +355,9 @@ def test_ten_thousand_steps_ahead(engines: Any) -> None:
     steps = 0
 
     @given(arrivals=_arrivals(40, 25, aborts=True), tight=st.booleans(), seed=st.integers(0, 1 << 20))
-    @settings(max_examples=10_000, **{**FUZZ, "derandomize": False})
+    @settings(max_examples=20, **{**FUZZ, "derandomize": False})
     def run(arrivals: list[Arrival], tight: bool, seed: int) -> None:
         nonlocal steps
-        if steps >= 10_000:
-            return
         ahead, one_by_one = engines(**(SHORT if tight else ROOM))
         for llm in (ahead, one_by_one):
             llm.reset_prefix_cache()
@@ -369,5 +367,5 @@ def test_ten_thousand_steps_ahead(engines: Any) -> None:
         steps += ahead.llm_engine.worker.num_steps - before
         compare(found, drive(one_by_one, arrivals), cached=not tight)
 
-    run()
-    assert steps >= 10_000
+    while steps < 10_000:
+        run()
