@@ -5,6 +5,7 @@ import gc
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -12,12 +13,25 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+# Tiny models: a second thread spins more than it computes. Tests of what threads share set their number.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+_temporary = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Triton's kernels run on CPU tensors in its interpreter, but for the device suite."""
+    """Triton's kernels run on CPU tensors in its interpreter, but for the device suite. What tests and the processes
+    that they start and kill make for a while lies in one folder, which goes with the run."""
     if config.option.markexpr != "device":
         os.environ.setdefault("TRITON_INTERPRET", "1")
+    if not hasattr(config, "workerinput"):
+        config.stash[_temporary] = tempfile.TemporaryDirectory(prefix="vllm-tests-", ignore_cleanup_errors=True)
+        os.environ["TMPDIR"] = tempfile.tempdir = config.stash[_temporary].name
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _temporary in config.stash:
+        config.stash[_temporary].cleanup()
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ import pytest
 from demo_run import torchrun
 from faulty_example import FAULTY_RANK, FAULTY_STEP
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.alone]
 
 SCRIPT = Path(__file__).with_name("faulty_example.py")
 STALL_S = 6
