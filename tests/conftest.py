@@ -14,7 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 # Tiny models: a second thread spins more than it computes. Tests of what threads share set their number.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+_THREADS = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))
 
 _temporary = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
@@ -35,11 +35,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _kernels_are_chosen_anew() -> Iterator[None]:
-    """A choice that a test's environment made is not the next test's."""
+def _kernels_and_threads_are_chosen_anew() -> Iterator[None]:
+    """A choice that a test or its environment made is not the next test's."""
     yield
     if (table := sys.modules.get("vllm.kernels.table")) is not None:
         table.choose.cache_clear()
+    if (torch := sys.modules.get("torch")) is not None and torch.get_num_threads() != _THREADS:
+        torch.set_num_threads(_THREADS)
 
 
 @pytest.fixture(scope="module", autouse=True)
