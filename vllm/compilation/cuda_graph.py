@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -156,7 +157,7 @@ class StepGraphs:
             self.pool = DevicePool(runner.device, runner.platform)
         self.steps: dict[int, CapturedStep] = {}
         self._hooks: list[Any] = []
-        self._held: list[tuple[dict[str, Any], str, Any]] = []
+        self._held: Sequence[Iterable[Any]] = ((), (), ())
         self._homes: dict[str, torch.Tensor] = {}
         self.decode_only = self.mode is CUDAGraphMode.FULL_DECODE_ONLY
         self.given = config.compilation_config.cudagraph_capture_sizes
@@ -166,7 +167,8 @@ class StepGraphs:
 
     def vote(self, step: SchedulerOutput) -> int:
         """The highest mode that this rank could run ``step`` in, or CAPTURE; see ``DPVote``."""
-        if any(owner.get(name) is not held for owner, name, held in self._held):
+        owners, names, held = self._held
+        if not all(map(operator.is_, map(dict.get, owners, names), held)):
             self.forget()  # a module has another tensor, such as weights that could not be put in the old ones' place
         if self.is_stale:
             return CAPTURE if len(self.runner.input_batch.row_of) == len(step.started) else CUDAGraphMode.NONE
@@ -184,7 +186,7 @@ class StepGraphs:
     def forget(self) -> None:
         """The caches go: what is captured reads them."""
         self.steps.clear()
-        self._held = []
+        self._held = ((), (), ())
         self.is_stale = self.is_on
 
     def _is_hooked(self) -> bool:
@@ -252,7 +254,7 @@ class StepGraphs:
                 self._capture_all(self.sizes())
             for load, before in zip(loads, counted, strict=True):  # no batch of the captures' is anybody's
                 load.copy_(before)
-            self._held = tensors_held(self.runner.model)
+            self._held = tuple(zip(*tensors_held(self.runner.model), strict=True))
         elif self.runner.is_watched and self.mode is not CUDAGraphMode.NONE:
             logger.info("steps are not captured: each layer is looked at (VLLM_DEBUG_NAN)")
 
