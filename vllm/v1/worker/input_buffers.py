@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from itertools import accumulate
 
 import numpy as np
 import torch
 
-from vllm.v1.transfers import PersistentBuffer, Staging, Stream
+from vllm.v1.transfers import PersistentBuffer, Staging, Stream, is_host
 
 _NO_VALUE = -(2**31) + 7
 
@@ -65,7 +66,36 @@ class InputBuffers:
 
     def fill_query_start_loc(self, num_scheduled_tokens: np.ndarray, num_reqs_padded: int) -> torch.Tensor:
         """[num_reqs_padded + 1]: cumulative counts, the last one repeated over the pad requests."""
-        starts = np.zeros(num_reqs_padded + 1, dtype=np.int32)
-        np.cumsum(num_scheduled_tokens, out=starts[1 : len(num_scheduled_tokens) + 1])
-        starts[len(num_scheduled_tokens) + 1 :] = starts[len(num_scheduled_tokens)]
-        return self.query_start_loc.fill(starts, num_reqs_padded + 1)
+        starts, end = self.query_start_loc.array, len(num_scheduled_tokens)
+        starts[0] = 0
+        starts[1 : end + 1] = list(accumulate(num_scheduled_tokens.tolist()))
+        starts[end + 1 : num_reqs_padded + 1] = starts[end]
+        return self.query_start_loc.upload(num_reqs_padded + 1)
+
+
+class LastSampled:
+    """The token that each row of the batch sampled last, where the device finds it. Only work of the stream touches it:
+    of the steps before, all have written theirs by then.
+
+    On the host numpy does it: for a few tokens a call of torch takes several times as long.
+    """
+
+    def __init__(self, max_num_reqs: int, device: torch.device) -> None:
+        self.token_ids = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
+        self._array = self.token_ids.numpy() if is_host(device) else None
+
+    def put(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Rows [S] sampled ``token_ids`` [S]; int64 on the device."""
+        if self._array is None:
+            self.token_ids.index_copy_(0, rows, token_ids)
+        else:
+            self._array[rows.tolist()] = token_ids.tolist()
+
+    def fill_in(self, input_ids: torch.Tensor) -> None:
+        """In ``input_ids`` [T] int64 put what row r sampled in the place of -1 - r."""
+        if self._array is None:
+            last = self.token_ids.index_select(0, (-1 - input_ids).clamp_min_(0))
+            input_ids.copy_(torch.where(input_ids < 0, last, input_ids))
+        else:
+            ids = input_ids.numpy()
+            np.copyto(ids, self._array[np.maximum(-1 - ids, 0)], where=ids < 0)
