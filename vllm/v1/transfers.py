@@ -61,7 +61,8 @@ class Stream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.is_late = device, not is_host(device)
+        self.device, self.is_host = device, is_host(device)
+        self.is_late = not self.is_host
 
     def launch(self, work: Callable[[], Any]) -> None:
         work()
@@ -266,8 +267,7 @@ class HostCopies:
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._event: Any = None
-        self._is_host = is_host(stream.device)
-        self._are_pending = stream.is_late and self._is_host  # there all results are the thread's
+        self._are_pending = stream.is_late and stream.is_host  # there all results are the thread's
 
     @overload
     def add(self, tensor: torch.Tensor) -> torch.Tensor: ...
@@ -276,7 +276,7 @@ class HostCopies:
 
     def add(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
         """The host's copy, not to be read before ``wait``; None of None."""
-        if tensor is None or self._is_host:
+        if tensor is None or self._stream.is_host:
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         host.copy_(tensor, non_blocking=True)

@@ -23,7 +23,7 @@ from vllm.compilation.cuda_graph import ModelInputs, StepGraphs
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed import get_dp_group, get_tp_group
 from vllm.distributed.eplb import ExpertLoadBalancer
-from vllm.forward_context import DPMetadata, set_forward_context
+from vllm.forward_context import DPMetadata, set_current_step, set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.step_buffers import StepBuffers
 from vllm.model_executor.models.causal_lm import CausalLM
@@ -183,10 +183,14 @@ class GPUModelRunner:
         return ModelRunnerOutput() if step.inputs is None or step.plan.is_dummy else self._to_output(step, step.inputs)
 
     def _forward(self, step: LaunchedStep, inputs: StepInputs) -> None:
+        set_current_step(step.plan.step)
         if self.balancer is not None and self.balancer.before_step(step.plan.step):
             self.model.forget_weight_specs()
         if inputs.reads_sampled:
             self.last_sampled.fill_in(inputs.input_ids)
+        if step.plan.cudagraph_mode == CUDAGraphMode.FULL:  # no Python in it that would ask for the context
+            step.hidden_states = self.graphs.replay(inputs)
+            return
         with self.forward_context(step.plan, inputs.common):
             if step.plan.cudagraph_mode:
                 step.hidden_states = self.graphs.replay(inputs)

@@ -77,25 +77,28 @@ class LastSampled:
     """The token that each row of the batch sampled last, where the device finds it. Only work of the stream touches it:
     of the steps before, all have written theirs by then.
 
-    On the host numpy does it: for a few tokens a call of torch takes several times as long.
+    On the host it is a list: with a few tokens a call of torch or numpy takes several times as long as a loop.
     """
 
     def __init__(self, max_num_reqs: int, device: torch.device) -> None:
-        self.token_ids = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
-        self._array = self.token_ids.numpy() if is_host(device) else None
+        self._on_host = [0] * max_num_reqs if is_host(device) else None
+        self._on_device = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
 
     def put(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Rows [S] sampled ``token_ids`` [S]; int64 on the device."""
-        if self._array is None:
-            self.token_ids.index_copy_(0, rows, token_ids)
-        else:
-            self._array[rows.tolist()] = token_ids.tolist()
+        if self._on_host is None:
+            self._on_device.index_copy_(0, rows, token_ids)
+            return
+        for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
+            self._on_host[row] = token_id
 
     def fill_in(self, input_ids: torch.Tensor) -> None:
         """In ``input_ids`` [T] int64 put what row r sampled in the place of -1 - r."""
-        if self._array is None:
-            last = self.token_ids.index_select(0, (-1 - input_ids).clamp_min_(0))
+        if self._on_host is None:
+            last = self._on_device.index_select(0, (-1 - input_ids).clamp_min_(0))
             input_ids.copy_(torch.where(input_ids < 0, last, input_ids))
-        else:
-            ids = input_ids.numpy()
-            np.copyto(ids, self._array[np.maximum(-1 - ids, 0)], where=ids < 0)
+            return
+        array = input_ids.numpy()
+        for place, token_id in enumerate(input_ids.tolist()):
+            if token_id < 0:
+                array[place] = self._on_host[-1 - token_id]
