@@ -65,7 +65,6 @@ class InputBatch:
     def add(self, request: Request, block_ids: list[int]) -> None:
         assert request.request_id not in self.row_of, f"request {request.request_id} has row {self.row_of}"
         assert self._free, f"no row left for request {request.request_id}: {len(self.row_of)} are in use"
-        self._layout = None
         row = self._free.pop()
         self.row_of[request.request_id] = row
         self.token_ids[row, : request.num_tokens] = request.all_token_ids
@@ -75,8 +74,8 @@ class InputBatch:
         self.sampling.add_row(row, request)
 
     def remove(self, request_id: str) -> None:
-        self._layout = None
         row = self.row_of.pop(request_id)
+        self._layout = None  # the request may come again, in another row
         self.block_table.clear(row)
         self.state_slots[row] = 0
         self.sampling.remove_row(row)

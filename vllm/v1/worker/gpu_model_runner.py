@@ -382,7 +382,7 @@ class GPUModelRunner:
         return SamplerOutput(
             copies.add(sampled.sampled_token_ids),
             None if logprobs is None else LogprobsTensors(*map(copies.add, logprobs)),
-            copies.add(sampled.nan_rows),
+            copies.add(sampled.largest),
             copies.add(sampled.undrawable),
         )
 
@@ -429,7 +429,7 @@ class GPUModelRunner:
                 request_id = requests[sampling[at]].request_id
                 output.undrawable[request_id] = step.chosen[at].why_undrawable()
                 logger.error("step %d: request %s: %s", number, request_id, output.undrawable[request_id])
-        nan_rows = sampled.nan_rows.tolist()
+        nan_rows = sampled.nan_rows()
         if any(nan_rows):
             output.nan_req_ids = frozenset(requests[i].request_id for i in compress(sampling, nan_rows))
             logger.error("step %d: NaN logits for requests %s", number, sorted(output.nan_req_ids))
