@@ -39,6 +39,7 @@ from vllm.config import CUDAGraphMode
 from vllm.kernels.cpu import records
 from vllm.kernels.table import choose
 from vllm.logger import init_logger, log_once
+from vllm.model_executor.layers.layer import Layer
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.transfers import is_host
 from vllm.v1.worker.batch_plan import BatchPlan
@@ -156,7 +157,9 @@ class StepGraphs:
             self.pool = DevicePool(runner.device, runner.platform)
         self.steps: dict[int, CapturedStep] = {}
         self._hooks: list[Any] = []
-        self._held: list[tuple[dict[str, Any], str, Any]] = []
+        self._held: list[Held] = []
+        self._held_apart: list[Held] = []
+        self._num_changes = 0
         self._homes: dict[str, torch.Tensor] = {}
         self.decode_only = self.mode is CUDAGraphMode.FULL_DECODE_ONLY
         self.given = config.compilation_config.cudagraph_capture_sizes
@@ -166,8 +169,8 @@ class StepGraphs:
 
     def vote(self, step: SchedulerOutput) -> int:
         """The highest mode that this rank could run ``step`` in, or CAPTURE; see ``DPVote``."""
-        if any(owner.get(name) is not held for owner, name, held in self._held):
-            self.forget()  # a module has another tensor, such as weights that could not be put in the old ones' place
+        if self._is_replaced():
+            self.forget()
         if self.is_stale:
             return CAPTURE if len(self.runner.input_batch.row_of) == len(step.started) else CUDAGraphMode.NONE
         if not self.steps or self._is_hooked():
@@ -184,8 +187,16 @@ class StepGraphs:
     def forget(self) -> None:
         """The caches go: what is captured reads them."""
         self.steps.clear()
-        self._held = []
+        self._held, self._held_apart = [], []
         self.is_stale = self.is_on
+
+    def _is_replaced(self) -> bool:
+        """Whether a module has another tensor, such as weights that could not be put in the old ones' place."""
+        looked_at = self._held_apart
+        if Layer.num_changes != self._num_changes:
+            self._num_changes = Layer.num_changes
+            looked_at = looked_at + self._held
+        return any(owner.get(name) is not held for owner, name, held in looked_at)
 
     def _is_hooked(self) -> bool:
         """Hooks of the model's modules are called in eager steps only."""
@@ -252,7 +263,8 @@ class StepGraphs:
                 self._capture_all(self.sizes())
             for load, before in zip(loads, counted, strict=True):  # no batch of the captures' is anybody's
                 load.copy_(before)
-            self._held = tensors_held(self.runner.model)
+            self._num_changes = Layer.num_changes
+            self._held, self._held_apart = tensors_held(self.runner.model)
         elif self.runner.is_watched and self.mode is not CUDAGraphMode.NONE:
             logger.info("steps are not captured: each layer is looked at (VLLM_DEBUG_NAN)")
 
@@ -468,8 +480,13 @@ def compare(one: Sequence[Call], two: Sequence[Call], size: int) -> None:
         raise CaptureError(f"capturing {size} rows: {len(one)} calls with one batch, {len(two)} with another")
 
 
-def tensors_held(model: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    """What of the model's modules is a tensor, or holds some: its owner's dict, its name in there, itself."""
+# A tensor's owner's dict, its name in there, itself.
+Held = tuple[dict[str, Any], str, Any]
+
+
+def tensors_held(model: torch.nn.Module) -> tuple[list[Held], list[Held]]:
+    """What of the model's modules is a tensor, or holds some: the attributes of layers, which say when they change, and
+    all others."""
 
     def is_one(held: Any) -> bool:
         parts: Iterable[Any] = ()
@@ -479,8 +496,13 @@ def tensors_held(model: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]
             parts = vars(held).values()
         return isinstance(held, torch.Tensor) or any(map(is_one, parts))
 
-    owners = [of for m in model.modules() for of in (vars(m), m._parameters, m._buffers)]
-    return [(owner, name, held) for owner in owners for name, held in owner.items() if is_one(held)]
+    told: list[Held] = []
+    apart: list[Held] = []
+    for module in model.modules():
+        for owner in (vars(module), module._parameters, module._buffers):
+            found = told if isinstance(module, Layer) and owner is vars(module) else apart
+            found += [(owner, name, held) for name, held in owner.items() if is_one(held)]
+    return told, apart
 
 
 def _tensors(inputs: ModelInputs) -> dict[str, torch.Tensor]:
