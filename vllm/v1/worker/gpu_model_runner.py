@@ -82,9 +82,7 @@ class GPUModelRunner:
         self.vllm_config, self.platform, self.device = vllm_config, platform, device
         self.model: CausalLM
         scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
-        self.max_num_tokens = max(
-            scheduler.max_num_batched_tokens, *vllm_config.compilation_config.cudagraph_capture_sizes, 0
-        )
+        self.max_num_tokens = scheduler.max_num_batched_tokens
         asked = vllm_config.compilation_config.cudagraph_mode
         self.graph_bytes = 0  # what was left for captured steps on a device when the caches were sized
         self.graph_mode = CUDAGraphMode[
