@@ -22,13 +22,14 @@ from vllm.compilation.cuda_graph import ModelInputs, StepGraphs
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed import get_dp_group, get_tp_group
 from vllm.distributed.eplb import ExpertLoadBalancer
-from vllm.forward_context import DPMetadata, set_forward_context
+from vllm.forward_context import DPMetadata, set_current_step, set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.step_buffers import StepBuffers
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.platforms import Platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.debug import watchdog
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.metrics.stats import StepCounts
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors, ModelRunnerOutput
@@ -106,7 +107,7 @@ class GPUModelRunner:
         # DP ranks serve different requests: those without a seed of their own draw differently on each.
         seed = model_config.seed + get_dp_group().rank_in_group
         is_threaded = scheduler.async_scheduling and is_host(device)
-        self.stream: Stream = ThreadStream() if is_threaded else Stream(device)
+        self.stream: Stream = ThreadStream(watchdog.fail_in_step) if is_threaded else Stream(device)
         sampling = SamplingState(max_num_reqs, model_config.vocab_size, device, seed, self.stream)
         self.input_batch = InputBatch(max_num_reqs, model_config.max_model_len, cache.block_size, sampling)
         max_blocks = self.input_batch.block_table.max_blocks
@@ -182,6 +183,7 @@ class GPUModelRunner:
         return ModelRunnerOutput() if step.inputs is None or step.plan.is_dummy else self._to_output(step, step.inputs)
 
     def _forward(self, step: LaunchedStep, inputs: StepInputs) -> None:
+        set_current_step(step.plan.step)
         if self.balancer is not None and self.balancer.before_step(step.plan.step):
             self.model.forget_weight_specs()
         if inputs.reads_sampled:
