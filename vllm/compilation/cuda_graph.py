@@ -375,7 +375,7 @@ class StepGraphs:
 
     def _recorder(self, captures: bool) -> Recorder | DeviceRecorder:
         """On a device one pass runs eagerly, on the stream of captures, and the other is captured."""
-        layer, set_layer = lambda: forward_context.current_layer, forward_context.set_current_layer
+        layer, set_layer = lambda: forward_context.get_place().layer, forward_context.set_current_layer
         if isinstance(self.pool, DevicePool):
             return DeviceRecorder(self.pool, layer, set_layer, captures, self.eager_operators)
         return Recorder(self.pool, layer, set_layer, self.eager_operators)

@@ -30,6 +30,7 @@ from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.platforms import Platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.debug import watchdog
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.metrics.stats import StepCounts
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors, ModelRunnerOutput
@@ -104,7 +105,7 @@ class GPUModelRunner:
         seed = model_config.seed + get_dp_group().rank_in_group
         self.is_host = is_host(device)
         is_threaded = scheduler.async_scheduling and self.is_host
-        self.stream: Stream = ThreadStream() if is_threaded else Stream(device)
+        self.stream: Stream = ThreadStream(watchdog.fail_in_step) if is_threaded else Stream(device)
         sampling = SamplingState(max_num_reqs, model_config.vocab_size, device, seed, self.stream)
         self.input_batch = InputBatch(max_num_reqs, model_config.max_model_len, cache.block_size, sampling)
         max_blocks = self.input_batch.block_table.max_blocks
