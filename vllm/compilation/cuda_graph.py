@@ -42,6 +42,7 @@ from vllm.distributed import get_world_group
 from vllm.kernels.cpu import records
 from vllm.kernels.table import choose
 from vllm.logger import init_logger, log_once
+from vllm.model_executor.layers.layer import Layer
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.transfers import is_host
 from vllm.v1.worker.batch_plan import BatchPlan
@@ -164,7 +165,9 @@ class StepGraphs:
         self.steps: dict[int, CapturedStep] = {}
         self.eager_operators: set[str] = set()  # called between the pieces
         self._hooks: list[Any] = []
-        self._held: list[tuple[dict[str, Any], str, Any]] = []
+        self._held: list[Held] = []
+        self._held_apart: list[Held] = []
+        self._num_changes = 0
         self._homes: dict[str, torch.Tensor] = {}
         self.decode_only = self.mode is CUDAGraphMode.FULL_DECODE_ONLY
         self.given = config.compilation_config.cudagraph_capture_sizes
@@ -174,8 +177,8 @@ class StepGraphs:
 
     def vote(self, step: SchedulerOutput) -> int:
         """The highest mode that this rank could run ``step`` in, or CAPTURE; see ``DPVote``."""
-        if any(owner.get(name) is not held for owner, name, held in self._held):
-            self.forget()  # a module has another tensor, such as weights that could not be put in the old ones' place
+        if self._is_replaced():
+            self.forget()
         if self._is_hooked():
             return CUDAGraphMode.NONE
         if self.is_stale:
@@ -194,8 +197,16 @@ class StepGraphs:
     def forget(self) -> None:
         """The caches go: what is captured reads them."""
         self.steps.clear()
-        self._held = []
+        self._held, self._held_apart = [], []
         self.is_stale = self.is_on
+
+    def _is_replaced(self) -> bool:
+        """Whether a module has another tensor, such as weights that could not be put in the old ones' place."""
+        looked_at = self._held_apart
+        if Layer.num_changes != self._num_changes:
+            self._num_changes = Layer.num_changes
+            looked_at = looked_at + self._held
+        return any(owner.get(name) is not held for owner, name, held in looked_at)
 
     def _is_hooked(self) -> bool:
         """Hooks of the model's modules are called in eager steps only."""
@@ -265,7 +276,8 @@ class StepGraphs:
                 self._capture_all(self.sizes())
             for load, before in zip(loads, counted, strict=True):  # no batch of the captures' is anybody's
                 load.copy_(before)
-            self._held = tensors_held(self.runner.model)
+            self._num_changes = Layer.num_changes
+            self._held, self._held_apart = tensors_held(self.runner.model)
         elif self.runner.is_watched and self.mode is not CUDAGraphMode.NONE:
             logger.info("steps are not captured: each layer is looked at (VLLM_DEBUG_NAN)")
 
@@ -367,7 +379,7 @@ class StepGraphs:
 
     def _recorder(self, captures: bool) -> Recorder | DeviceRecorder:
         """On a device one pass runs eagerly, on the stream of captures, and the other is captured."""
-        layer, set_layer = lambda: forward_context.current_layer, forward_context.set_current_layer
+        layer, set_layer = lambda: forward_context.get_place().layer, forward_context.set_current_layer
         if isinstance(self.pool, DevicePool):
             return DeviceRecorder(self.pool, layer, set_layer, captures, self.eager_operators)
         return Recorder(self.pool, layer, set_layer, self.eager_operators)
@@ -455,8 +467,9 @@ class StepGraphs:
         )
         # Requests share no block where there are enough of them.
         table = np.zeros((requests, runner.input_batch.block_table.max_blocks), dtype=np.int32)
-        order = rng.permutation(cache.num_blocks - 1) + 1
         columns = -(-trial.seq_lens // cache.block_size)
+        # among the first blocks: what no request has used yet takes no memory of the host's
+        order = rng.permutation(min(cache.num_blocks - 1, 2 * int(columns.sum()) + 8)) + 1
         for row, count in enumerate(columns):
             table[row, :count] = np.resize(np.roll(order, -int(columns[:row].sum())), count)
         of_token = np.repeat(np.arange(requests), trial.scheduled)
@@ -517,8 +530,13 @@ def compare(one: Sequence[Call], two: Sequence[Call], size: int) -> None:
         raise CaptureError(f"capturing {size} rows: {len(one)} calls with one batch, {len(two)} with another")
 
 
-def tensors_held(model: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    """What of the model's modules is a tensor, or holds some: its owner's dict, its name in there, itself."""
+# A tensor's owner's dict, its name in there, itself.
+Held = tuple[dict[str, Any], str, Any]
+
+
+def tensors_held(model: torch.nn.Module) -> tuple[list[Held], list[Held]]:
+    """What of the model's modules is a tensor, or holds some: the attributes of layers, which say when they change, and
+    all others."""
 
     def is_one(held: Any) -> bool:
         parts: Iterable[Any] = ()
@@ -528,8 +546,13 @@ def tensors_held(model: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]
             parts = vars(held).values()
         return isinstance(held, torch.Tensor) or any(map(is_one, parts))
 
-    owners = [of for m in model.modules() for of in (vars(m), m._parameters, m._buffers)]
-    return [(owner, name, held) for owner in owners for name, held in owner.items() if is_one(held)]
+    told: list[Held] = []
+    apart: list[Held] = []
+    for module in model.modules():
+        for owner in (vars(module), module._parameters, module._buffers):
+            found = told if isinstance(module, Layer) and owner is vars(module) else apart
+            found += [(owner, name, held) for name, held in owner.items() if is_one(held)]
+    return told, apart
 
 
 def _tensors(inputs: ModelInputs) -> dict[str, torch.Tensor]:
