@@ -323,10 +323,9 @@ class StepGraphs:
         runner = self.runner
         limit = runner.vllm_config.scheduler_config.max_num_batched_tokens
         limit = min(limit, self.max_num_seqs) if self.decode_only else limit
-        if is_host(runner.device) and (launched := self._not_seen() - self.eager_operators):
-            text = "%s run eagerly between the pieces of captured steps: a recording does not see their kernels"
-            logger.warning(text, sorted(launched))
-            self.eager_operators |= launched
+        if is_host(runner.device) and (launched := self._interpreted()):
+            logger.warning("steps are not captured: %s by kernels that run interpreted, in seconds", launched)
+            return []
         least = min(runner.builders.values(), key=lambda builder: builder.cudagraph_support)
         support = least.cudagraph_support
         if support is AttentionCGSupport.NEVER:
@@ -343,9 +342,10 @@ class StepGraphs:
         return [size for size in self.wanted_sizes() if size <= limit]
 
     @staticmethod
-    def _not_seen() -> set[str]:
-        """The operators that are neither C++ kernels nor torch's operations on the host: Triton's, interpreted."""
-        return {name for name, choice in choose("cpu").items() if choice.implementation not in ("cpu", "reference")}
+    def _interpreted() -> str:
+        """The operators that are neither C++ kernels nor torch's operations on the host: Triton's."""
+        seen = ("cpu", "reference")
+        return ", ".join(name for name, choice in choose("cpu").items() if choice.implementation not in seen)
 
     def _capture_around(self, size: int) -> CapturedStep:
         """The step of ``size`` rows, with the operators that cannot be captured called between its pieces."""
