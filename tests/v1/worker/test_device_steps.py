@@ -25,7 +25,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.input_buffers import InputBuffers, PersistentBuffer
 
 ENDS_A_STEP = "event in v1/transfers.py:wait"
-BEFORE_A_FILL = "event in v1/transfers.py:filling"
+BEFORE_A_FILL = "event in v1/transfers.py:_taking_turns"
 
 
 def generate(llm: Any, prompts: list[tuple[int, ...]], params: SamplingParams) -> list[Any]:
@@ -283,7 +283,7 @@ def test_a_device_has_the_next_step_before_the_host_has_the_last_ones_tokens(
         llm.shutdown()
     assert tokens == [models.greedy(name, prompt, 6) for prompt in prompts]
     assert list(waits.values()) == [6]
-    assert others <= {"event in v1/transfers.py:filling"}
+    assert others <= {"event in v1/transfers.py:_taking_turns"}
     assert all(left[:5]), f"the device had nothing to do after a step: {left}"
 
 
