@@ -30,6 +30,12 @@ def pytest_configure(config: pytest.Config) -> None:
         os.chmod(tempfile.tempdir, 0o711)  # a test that gives up root's rights finds its own folder
 
 
+def pytest_collection_finish() -> None:
+    """An engine's captures collect garbage several times: among all that was imported too, it is most of a start."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     if _temporary in config.stash:
         config.stash[_temporary].cleanup()
