@@ -2,9 +2,8 @@
 """What one forward pass knows beyond its tensors, and where in the run this process is.
 
 Layers read the context by name (``get_forward_context().attn_metadata[layer_name]``), so a model file passes only
-activations. ``current_step`` and ``current_layer`` are plain module attributes: the attention and MoE layers set the
-latter in passing. A failing collective quotes those of its own thread (``place``): a thread that stands for the device
-is in one step while the host prepares the next.
+activations. Each thread has a :class:`Place` of its own, whose layer the attention and MoE layers set in passing: a
+thread that stands for the device is in one step while the host prepares the next, and what fails quotes its own place.
 """
 
 from __future__ import annotations
@@ -18,41 +17,54 @@ from typing import Any
 
 import torch
 
-current_step: int = -1
-current_layer: str = ""
-working_thread: int | None = None
-"""The thread that stands for the device, while it works."""
 
+@dataclass(eq=False)
+class Place:
+    """Where a thread is in the run: its step, -1 before the first, and its layer, empty outside the model. After a
+    forward pass that failed it is the layer that failed."""
 
-class _Place(threading.local):
+    thread: int
     step: int = -1
     layer: str = ""
 
+    def __str__(self) -> str:
+        return f"step {self.step}, layer {self.layer or 'none'}"
 
-place = _Place()
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.place = Place(threading.get_ident())
+
+
+_thread = _Thread()
+device_place: Place | None = None
+"""That of the thread that stands for the device, while it works."""
+
+
+def get_place() -> Place:
+    """The calling thread's."""
+    return _thread.place
 
 
 def set_current_step(step: int) -> None:
-    """Name the step that this thread is in; -1 before the first."""
-    global current_step
-    current_step = place.step = step
+    """Name the step that this thread is in."""
+    _thread.place.step = step
 
 
 def set_current_layer(layer_name: str) -> None:
-    """Name the layer that is being computed; empty outside the model."""
-    global current_layer
-    current_layer = place.layer = layer_name
+    """Name the layer that this thread computes."""
+    _thread.place.layer = layer_name
 
 
 @contextmanager
 def working() -> Iterator[None]:
     """Around what the calling thread does in the place of a device."""
-    global working_thread
-    working_thread = threading.get_ident()
+    global device_place
+    device_place = _thread.place
     try:
         yield
     finally:
-        working_thread = None
+        device_place = None
 
 
 @dataclass(frozen=True)
@@ -154,12 +166,13 @@ def set_forward_context(
     outer = _context
     if step is not None:
         set_current_step(step)
+    set_current_layer("")
     _context = ForwardContext(
         attn_metadata, static_forward_context or {}, dp_metadata, batch_plan, slot_mapping, is_dummy, step_buffers,
         additional or {},
     )  # fmt: skip
     try:
         yield _context
+        set_current_layer("")
     finally:
         _context = outer
-        set_current_layer("")

@@ -28,7 +28,8 @@ from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.compilation import cuda_graph
 from vllm.compilation.cuda_graph import StepGraphs, Trial
-from vllm.compilation.recording import CaptureError
+from vllm.compilation.recording import CaptureError, MemoryPool
+from vllm.kernels import cpu
 from vllm.kernels.cpu.ops import kernels_available
 from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.backends.paged import PagedAttentionImpl
@@ -119,7 +120,7 @@ def test_number_of_requests_baked_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_metadata_built_anew_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     patch_attention(monkeypatch, built_anew)
-    with pytest.raises(CaptureError, match=r"vc_paged_attention was given lens=0x\w+ and 0x\w+"):
+    with pytest.raises(CaptureError, match=r"torch\.tensor was given argument 0: '\[.+\]' and '\[.+\]'"):
         make_llm("llama")
 
 
@@ -175,7 +176,10 @@ def test_value_of_the_step_read_by_the_host(monkeypatch: pytest.MonkeyPatch, cap
     patch_attention(monkeypatch, asks)
     llm = make_llm("llama")
     assert not captured(llm)
-    assert re.search(r"steps are not captured: aten\.\S+ brings a value of the step to the host", caplog.text)
+    told = re.findall(
+        r"steps of 1 2 4 rows are not captured: aten\.\S+ brings a value of the step to the host in (.*)", caplog.text
+    )
+    assert told == ["model.layers.0.self_attn.attn"]
     assert tiny.tokens(tiny.generate(llm, [tiny.prompt(5)], 4)) == [tiny.greedy("llama", tiny.prompt(5), 4)]
     llm.shutdown()
 
@@ -485,17 +489,67 @@ def test_switched_off(given: dict[str, Any]) -> None:
 
 
 def test_memory_that_is_short(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    capture = StepGraphs._capture
+    """Fewer sizes, and one warning, after which the others are captured."""
+    empty = MemoryPool.empty
 
-    def short(self: Any, size: int) -> Any:
-        if size > 2:
-            raise MemoryError("no room")
-        return capture(self, size)
+    def short(self: Any, shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        if shape[:1] in ((6,), (7,)):
+            raise MemoryError(f"no room for {tuple(shape)}")
+        return empty(self, shape, stride, dtype)
 
-    monkeypatch.setattr(StepGraphs, "_capture", short)
-    llm = make_llm("llama")
+    monkeypatch.setattr(MemoryPool, "empty", short)
+    llm = make_llm("llama", compilation_config={"cudagraph_capture_sizes": [1, 2, 6, 7]})
     assert captured(llm) == [1, 2]
-    assert caplog.text.count("steps of 4 rows are not captured, memory is short: no room") == 1
+    assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [
+        "steps of 6 7 rows are not captured: memory is short: no room for (7, 64)"
+    ]
+    assert tiny.tokens(tiny.generate(llm, [tiny.prompt(5)], 4)) == [tiny.greedy("llama", tiny.prompt(5), 4)]
+    assert runner_of(llm).counts.replayed == 3
+    llm.shutdown()
+
+
+def test_an_operator_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """It alone stays eager, in all sizes, and is named once."""
+    silu_and_mul = cpu.silu_and_mul
+
+    def asks(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        assert (x * 2).sum().item() is not None
+        return silu_and_mul(x, out)
+
+    monkeypatch.setattr(cpu, "silu_and_mul", asks)
+    llm = make_llm("llama")
+    assert captured(llm) == [1, 2, 4]
+    assert {step.num_pieces for step in runner_of(llm).graphs.steps.values()} == {5}, "two layers"
+    assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [
+        "silu_and_mul runs eagerly between the pieces of captured steps: aten.item.default brings a value of the step "
+        "to the host in silu_and_mul of model.layers.0.self_attn.attn"
+    ]
+    assert tiny.tokens(tiny.generate(llm, [tiny.prompt(5)], 12)) == [tiny.greedy("llama", tiny.prompt(5), 12)]
+    assert runner_of(llm).counts.replayed == 11
+    llm.shutdown()
+
+
+def test_operators_that_a_recording_does_not_see(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("VLLM_KERNELS", "rms_norm=triton,silu_and_mul=triton")
+    llm = make_llm("llama")
+    assert captured(llm) == [1, 2, 4]
+    assert caplog.text.count("['rms_norm', 'silu_and_mul'] run eagerly between the pieces of captured steps") == 1
+    assert tiny.tokens(tiny.generate(llm, [tiny.prompt(5)], 12)) == [tiny.greedy("llama", tiny.prompt(5), 12)]
+    assert runner_of(llm).counts.replayed == 11
+    llm.shutdown()
+
+
+def test_a_constant_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that each step makes of the same values of the host is no value of one step."""
+    patch_attention(
+        monkeypatch, lambda m: with_(m, seq_lens=m.seq_lens + torch.tensor([3, 3], dtype=torch.int32)[:1] - 3)
+    )
+    llm = make_llm("llama")
+    assert captured(llm) == [1, 2, 4]
+    assert tiny.tokens(tiny.generate(llm, [tiny.prompt(5)], 12)) == [tiny.greedy("llama", tiny.prompt(5), 12)]
+    assert runner_of(llm).counts.replayed == 11
     llm.shutdown()
 
 

@@ -15,6 +15,7 @@ import tiny_models as tiny
 from vllm import forward_context
 from vllm.v1.debug import watchdog
 from vllm.v1.debug.ledger import Ledger
+from vllm.v1.transfers import ThreadStream
 
 pytestmark = pytest.mark.multiprocess
 
@@ -72,6 +73,28 @@ def test_engine_stall_and_idle_engine() -> None:
         assert "[STALL]" not in before, "an idle engine is no stall"
         assert f"[STALL] rank={outcome.rank} " in after
         assert "model.layers.1" in after
+
+
+def device_stalls() -> None:
+    """The thread that stands for the device, while its host is between two steps."""
+    guard = watchdog.Diagnosis(Ledger(0, 1, "run"), stall_timeout_s=0.5)
+    guard.start()
+    stream = ThreadStream()
+
+    def work() -> None:
+        forward_context.set_current_step(7)
+        forward_context.set_current_layer("layers.1")
+        time.sleep(60)
+
+    with guard.running(0, 8):
+        stream.launch(work)
+    time.sleep(60)
+
+
+def test_a_device_that_stalls_between_two_steps_of_its_host() -> None:
+    (outcome,) = launcher.rank_outcomes(device_stalls, 1, deadline_s=20)
+    assert outcome.status == "died"
+    assert "s in step 7, layer layers.1, outside any collective" in outcome.output
 
 
 def in_a_circle() -> None:

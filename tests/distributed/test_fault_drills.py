@@ -20,6 +20,7 @@ import rank_checks
 import tiny_models as tiny
 
 from vllm.distributed import get_world_group
+from vllm.forward_context import get_place
 
 pytestmark = pytest.mark.multiprocess
 
@@ -27,28 +28,39 @@ STALL_S = 3
 FAILING_RANK = 1
 
 
-def run_with_fault(folder: str, tp: int, dp: int, fault: str) -> None:
+def run_with_fault(folder: str, tp: int, dp: int, fault: str, ahead: bool) -> None:
     """One rank fails in its sixth step, number 5; the others' exceptions gain the seconds that they took to notice."""
     from test_step import make_llm, runner_of
 
-    llm = make_llm(folder, tp, dp)
+    llm = make_llm(folder, tp, dp, async_scheduling=ahead)
     processes = get_world_group().all_gather_object(os.getpid())
     happened: list[float] = []
 
     def in_second_layer(*_: Any) -> None:
-        if runner_of(llm).step <= 5 or happened:
+        if get_place().step < 5 or happened:
             return
         happened.append(time.monotonic())
         if rank_checks.own_rank() != FAILING_RANK:
             return
         if fault == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
-        elif fault == "raises":
+        elif fault.startswith("raises"):
             raise ValueError("injected fault")
         elif fault == "is stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(60)
 
+    finish = runner_of(llm).finish
+
+    def finish_late(step: Any) -> Any:
+        if step.plan.step == 5 and rank_checks.own_rank() == FAILING_RANK:
+            time.sleep(60)
+        return finish(step)
+
+    if fault == "raises unasked":
+        runner_of(llm).finish = finish_late
+    elif fault == "raises alone" and rank_checks.own_rank() != FAILING_RANK:
+        type(llm.llm_engine.scheduler).must_wait = property(lambda _: True)
     runner_of(llm).model.model.layers[1].mlp.register_forward_pre_hook(in_second_layer)
     try:
         tiny.generate(llm, [tiny.prompt(6)], 60)
@@ -61,8 +73,8 @@ def run_with_fault(folder: str, tp: int, dp: int, fault: str) -> None:
 
 NAMED = {
     "dies": r"rank 1 is gone: its process \d+ has ended",
-    "raises": r"rank 1 reports: step [5-9] failed, layer \S+: ValueError\('injected fault'\)",
-    "stalls": rf"rank 1 reports: no progress for VLLM_STALL_TIMEOUT_S={STALL_S} s in step [5-9], layer \S+, outside",
+    "raises": r"rank 1 reports: step 5 failed, layer model\.layers\.1\.\S+: ValueError\('injected fault'\)",
+    "stalls": rf"rank 1 reports: no progress for VLLM_STALL_TIMEOUT_S={STALL_S} s in step 5, layer model.layers.1\S+, o",
     "is stopped": r"no progress for .* inside .* for ranks? 1\b.*: rank 1 has been silent for \d s \(stopped,",
 }
 
@@ -72,9 +84,16 @@ def left_in_shared_memory() -> set[str]:
 
 
 # In the larger layout the failing rank has one beside it in each kind of group; in the smaller, no other.
-@pytest.mark.parametrize("fault", NAMED)
 @pytest.mark.parametrize(("tp", "dp"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 2)])
-def test_survivors_end_soon_and_name_rank_and_collective(fault: str, tp: int, dp: int) -> None:
+@pytest.mark.parametrize(
+    ("fault", "ahead"),
+    [
+        *[pytest.param(fault, False, id=fault) for fault in NAMED],
+        *[pytest.param(fault, True, id=f"{fault}-ahead") for fault in ("dies", "raises", "stalls")],
+        pytest.param("is stopped", True, id="is stopped-ahead", marks=pytest.mark.slow),
+    ],
+)
+def test_survivors_end_soon_and_name_rank_and_collective(fault: str, tp: int, dp: int, ahead: bool) -> None:
     slow = fault in ("stalls", "is stopped")
     before = left_in_shared_memory()
     outcomes = launcher.rank_outcomes(
@@ -84,6 +103,7 @@ def test_survivors_end_soon_and_name_rank_and_collective(fault: str, tp: int, dp
         tp,
         dp,
         fault,
+        ahead,
         deadline_s=120,
         env={"VLLM_STALL_TIMEOUT_S": str(STALL_S)} if slow else {},
     )
@@ -91,16 +111,34 @@ def test_survivors_end_soon_and_name_rank_and_collective(fault: str, tp: int, dp
         if outcome.rank == FAILING_RANK:
             assert outcome.status == ("raised" if fault == "raises" else "died")
             continue
-        assert outcome.status == "raised", f"rank {outcome.rank} {outcome.status}\n{outcome.output}"
-        assert re.search(rf"rank {outcome.rank}\b", outcome.error), outcome.error
-        assert re.search(r"step [5-9]", outcome.error), outcome.error
-        assert re.search(r"(all_gatherv|reduce_scatterv|all_reduce|coordinate_batch_across_dp)", outcome.error)
-        assert re.search(NAMED[fault], outcome.error), outcome.error
-        noticed = re.search(r"noticed after ([\d.]+) s", outcome.error)
-        assert noticed, outcome.error
-        assert float(noticed[1]) < 10 + slow * (STALL_S + 2)
+        check_survivor(outcome, fault, 10 + slow * (STALL_S + 2))
     assert launcher.living_ranks() == []
     assert left_in_shared_memory() <= before
+
+
+def check_survivor(outcome: launcher.RankOutcome, fault: str, seconds: float) -> None:
+    assert outcome.status == "raised", f"rank {outcome.rank} {outcome.status}\n{outcome.output}"
+    assert re.search(rf"rank {outcome.rank}\b", outcome.error), outcome.error
+    assert re.search(r"step [5-9]", outcome.error), outcome.error
+    assert re.search(r"(all_gatherv|reduce_scatterv|all_reduce|coordinate_batch_across_dp)", outcome.error)
+    assert re.search(NAMED[fault], outcome.error), outcome.error
+    noticed = re.search(r"noticed after ([\d.]+) s", outcome.error)
+    assert noticed, outcome.error
+    assert float(noticed[1]) < seconds
+
+
+@pytest.mark.parametrize("fault", ["raises unasked", "raises alone"])
+def test_a_step_ahead_that_fails_is_told_before_its_host_asks(fault: str) -> None:
+    """The host of the rank that fails waits for nothing from its device, for a minute; or it waits for the other's,
+    which waits for its device and so for this one."""
+    args = tiny.checkpoint("mixtral"), 1, 2, fault, True
+    survivor, failing = launcher.rank_outcomes(run_with_fault, 2, *args, deadline_s=50)
+    check_survivor(survivor, "raises", 10)
+    assert "[FAIL] rank=1 failed: step 5 failed, layer model.layers.1." in failing.output
+    assert failing.status == ("died" if fault == "raises unasked" else "raised"), failing
+    if fault == "raises alone":
+        assert "CollectiveError" in failing.error
+        assert failing.error.endswith("\nValueError: injected fault\n"), failing.error
 
 
 def fails_to_load(folder: str) -> None:

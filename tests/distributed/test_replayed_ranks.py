@@ -130,7 +130,8 @@ def slept(folder: str) -> tuple[list[int], list[tuple[int, ...]]]:
     llm = make_llm(folder, 1, 2, **SIZES)
     counts, found = [], []
     runner = runner_of(llm)
-    for round_ in range(3):
+    hook = None
+    for round_ in range(4):
         before = runner.counts.replayed
         found += tiny.tokens(tiny.generate(llm, [tiny.prompt(4)], 10))
         counts.append(runner.counts.replayed - before)
@@ -138,6 +139,10 @@ def slept(folder: str) -> tuple[list[int], list[tuple[int, ...]]]:
             llm.sleep()
             assert not runner.graphs.steps
             llm.wake_up()
+            if rank_checks.own_rank() == 1:  # which would not capture while its layers are looked at
+                hook = runner.model.model.layers[1].register_forward_hook(lambda *_: None)
+        elif hook is not None:
+            hook.remove()
     llm.shutdown()
     return counts, found
 
@@ -145,5 +150,56 @@ def slept(folder: str) -> tuple[list[int], list[tuple[int, ...]]]:
 def test_captured_anew_after_sleep() -> None:
     folder = tiny.checkpoint("mixtral")
     for counts, found in launcher.run_ranks(slept, 2, folder, poison=True):
-        assert counts == [10, 9, 10]
-        assert found == [tiny.greedy("mixtral", tiny.prompt(4), 10)] * 3
+        assert counts == [10, 0, 9, 10]
+        assert found == [tiny.greedy("mixtral", tiny.prompt(4), 10)] * 4
+
+
+def hindered(folder: str, tp: int, dp: int) -> dict[str, Any]:
+    """Rank 0 has no memory for steps of 7 rows, the last one's attention reads steps of 4 on the host, and its
+    activation all."""
+    from vllm.compilation.recording import MemoryPool
+    from vllm.kernels import cpu
+    from vllm.v1.attention.backends.paged import PagedAttentionImpl
+
+    empty, silu_and_mul, attend = MemoryPool.empty, cpu.silu_and_mul, PagedAttentionImpl.forward
+    warnings = rank_checks.warnings_of("vllm.compilation.cuda_graph")
+
+    def short(self: Any, shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        if shape[:1] == (7,):
+            raise MemoryError("no room")
+        return empty(self, shape, stride, dtype)
+
+    def asks(self: Any, query: torch.Tensor, *args: Any) -> None:
+        if len(query) == 4:
+            assert query.sum().item() is not None
+        attend(self, query, *args)
+
+    def asks_always(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        assert x.sum().item() is not None
+        return silu_and_mul(x, out)
+
+    if rank_checks.own_rank() == 0:
+        MemoryPool.empty = short
+    if rank_checks.own_rank() == rank_checks.own_world() - 1:
+        PagedAttentionImpl.forward, cpu.silu_and_mul = asks, asks_always
+    llm = make_llm(folder, tp, dp, compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 7]})
+    runner = runner_of(llm)
+    tokens = tiny.tokens(tiny.generate(llm, [tiny.prompt(4)], 6))
+    found = {"sizes": sorted(runner.graphs.steps), "replayed": runner.counts.replayed, "tokens": tokens}
+    llm.shutdown()
+    return {**found, "warnings": warnings}
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(2, 1), (1, 2)])
+def test_what_one_rank_cannot_capture_none_does(tp: int, dp: int) -> None:
+    """The others hear of it at the end of a pass, in whose collectives they wait."""
+    results = launcher.run_ranks(hindered, 2, tiny.checkpoint("qwen2-moe"), tp, dp, poison=True)
+    for result in results:
+        assert result["tokens"] == [tiny.greedy("qwen2-moe", tiny.prompt(4), 6)]
+        assert (result["sizes"], result["replayed"]) == ([1, 2], 5)
+        asked = "aten.item.default brings a value of the step to the host in"
+        assert [text.partition(" model.layers")[0] for text in result["warnings"]] == [
+            f"silu_and_mul runs eagerly between the pieces of captured steps: {asked} silu_and_mul of",
+            "steps of 7 rows are not captured: memory is short: no room (rank 0)",
+            f"steps of 4 rows are not captured: {asked}",
+        ]

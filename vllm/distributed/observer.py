@@ -186,8 +186,9 @@ class record_collective:
 
     def _record(self) -> CollectiveRecord:
         op, group, ranks, rank, tensors, path, sizes = self._args
+        place = forward_context.get_place()
         return CollectiveRecord(
-            forward_context.place.step,
+            place.step,
             self._seq,
             op,
             group,
@@ -198,7 +199,7 @@ class record_collective:
             tuple([tuple(t.shape) for t in tensors]),
             tuple([_dtype_name(t.dtype) for t in tensors]),
             sum([t.nbytes for t in tensors]),
-            forward_context.place.layer,
+            place.layer,
         )
 
     def __enter__(self) -> None:

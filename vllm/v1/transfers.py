@@ -70,6 +70,9 @@ class Stream:
     def make_event(self) -> Any:
         return make_event(self.device) if self.is_late else _Passed()
 
+    def check(self) -> None:
+        """Raise what work has failed with."""
+
     def wait(self) -> None:
         """Until all that was launched is done."""
         event = self.make_event()
@@ -82,15 +85,17 @@ class Stream:
 class ThreadStream(Stream):
     """The CPU as a device that is late: one thread does the work, while the caller prepares what comes next.
 
-    Work that fails is the last that is done; whoever waits for it or for later work gets the exception.
+    Work that fails is the last that is done. ``on_failure`` is told at once, on that thread; then whoever waits for it
+    or for later work gets the exception.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_failure: Callable[[BaseException], None] = lambda error: None) -> None:
         super().__init__(torch.device("cpu"))
         self.is_late = True
         self.queue: SimpleQueue[Any] = SimpleQueue()
         self._errors: list[BaseException] = []
-        thread = threading.Thread(target=_work, args=(self.queue, self._errors), name="vllm-stream", daemon=True)
+        args = self.queue, self._errors, on_failure
+        thread = threading.Thread(target=_work, args=args, name="vllm-stream", daemon=True)
         thread.start()
         self.close = weakref.finalize(self, _end, self.queue, thread)  # type: ignore[method-assign]
         atexit.register(
@@ -123,7 +128,7 @@ class _ThreadEvent:
             self._stream.check()
 
 
-def _work(queue: SimpleQueue[Any], errors: list[BaseException]) -> None:
+def _work(queue: SimpleQueue[Any], errors: list[BaseException], on_failure: Callable[[BaseException], None]) -> None:
     with torch.inference_mode():
         while (work := queue.get()) is not None:
             if isinstance(work, threading.Event):
@@ -133,7 +138,10 @@ def _work(queue: SimpleQueue[Any], errors: list[BaseException]) -> None:
                     with working():
                         work()
                 except BaseException as error:  # it is raised where somebody waits
-                    errors.append(error)
+                    try:
+                        on_failure(error)
+                    finally:
+                        errors.append(error)
             del work  # and all that it holds
 
 

@@ -8,6 +8,9 @@ while another one runs. What the two engines are given is drawn; memory that nob
 from __future__ import annotations
 
 import functools
+import re
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +25,9 @@ from drawn import HealthCheck, given, settings, st
 from entrypoints.engine_fakes import save_byte_llama
 
 from vllm import SamplingParams
+from vllm.forward_context import get_place, set_current_layer, set_current_step
 from vllm.v1 import transfers
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 BLOCK = 16
 LIMITS: dict[str, Any] = {
@@ -242,6 +247,143 @@ def test_work_that_fails_is_told_to_whoever_waits_and_nothing_runs_after_it() ->
         stream.wait()
     stream.close()
     assert ran == []
+
+
+def test_a_failure_is_told_at_once_with_the_step_and_layer_of_its_thread() -> None:
+    set_current_step(8)
+    told, is_told = [], threading.Event()
+
+    def tell(error: BaseException) -> None:
+        told.append((repr(error), str(get_place())))
+        is_told.set()
+
+    def fails() -> None:
+        set_current_step(7)
+        set_current_layer("layers.1")
+        raise KeyError("work")
+
+    stream = transfers.ThreadStream(tell)
+    stream.launch(fails)
+    assert is_told.wait(10), "nobody waits, and nobody is told"
+    stream.close()
+    assert told == [("KeyError('work')", "step 7, layer layers.1")]
+    assert str(get_place()) == "step 8, layer none"
+    set_current_step(-1)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
+def test_a_step_that_fails_is_named_and_none_follows(folder: Path, ahead: bool) -> None:
+    from vllm import LLM
+    from vllm.v1.debug import watchdog
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    llm = LLM(str(folder), async_scheduling=ahead, **LIMITS)
+    params, prompts = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True), ["hello", "you"]
+
+    def fails(*_: Any) -> None:
+        if get_place().step == 3:
+            raise ValueError("injected")
+
+    handle = llm.llm_engine.worker.get_model().model.layers[1].mlp.register_forward_pre_hook(fails)
+    with pytest.raises(ValueError, match="injected"):
+        llm.generate(prompts, params, use_tqdm=False)
+    named = r"failed: step 3 failed, layer model\.layers\.1\.\S+: ValueError\('injected'\)"
+    assert re.fullmatch(named, watchdog._installed.ledger.state)
+    handle.remove()
+    for call in (lambda: llm.generate(prompts, params, use_tqdm=False), llm.llm_engine.step):
+        assert not llm.llm_engine.has_unfinished_requests()
+        with pytest.raises(EngineDeadError, match=r"no step follows one that failed, with ValueError\('injected'\)"):
+            call()
+    llm.shutdown()
+
+
+# --- what is changed between two steps, one of them in flight --------------------------------------------------------
+
+
+@contextmanager
+def slow_device() -> Iterator[None]:
+    """Each forward pass begins late enough for the host to change what it has not read yet."""
+    forward = GPUModelRunner._forward
+
+    def delayed(*args: Any) -> None:
+        time.sleep(0.05)
+        forward(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GPUModelRunner, "_forward", delayed)
+        yield
+
+
+def of_other_weights(model: Any) -> Any:
+    return model.load_weights((n, p.detach()) for n, p in tiny.reference_model("qwen3", seed=3).named_parameters())
+
+
+def zero_the_head(model: Any) -> None:
+    with torch.no_grad():
+        model.model.norm.weight.zero_()
+
+
+CHANGES: dict[str, Callable[[Any, Any], Any]] = {
+    "a trainer's weights, by a model that it keeps": lambda llm, kept: of_other_weights(kept),
+    "a weight, on the path that trainers take": lambda llm, kept: zero_the_head(
+        llm.llm_engine.model_executor.driver_worker.model_runner.model
+    ),
+    "a weight, in the worker": lambda llm, kept: llm.collective_rpc(lambda w: zero_the_head(w.runner.model)),
+    "a weight, in the model": lambda llm, kept: llm.apply_model(zero_the_head),
+}
+
+
+def changed_in_the_middle(change: Callable[[Any, Any], Any] | None, ahead: bool) -> tuple[list[int], ...]:
+    """Tokens of a request that runs for 4 calls before the change, and of one that comes after it."""
+    llm = tiny.make_llm("qwen3", async_scheduling=ahead, enable_prefix_caching=True)
+    engine, found = llm.llm_engine, dict[str, list[int]]()
+    kept = engine.model_executor.driver_worker.model_runner.model
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, detokenize=False)
+    engine.add_request("0", {"prompt_token_ids": list(tiny.prompt(20))}, params)
+    for call in range(40):
+        if call == 4:
+            if change is not None:
+                change(llm, kept)
+            engine.add_request("1", {"prompt_token_ids": list(tiny.prompt(20))}, params)
+        for output in engine.step():
+            found[output.request_id] = list(output.outputs[0].token_ids)
+        if not engine.has_unfinished_requests():
+            break
+    llm.shutdown()
+    return found["0"], found["1"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_step_in_flight_reads_nothing_that_comes_after_it(change: str) -> None:
+    expected = changed_in_the_middle(CHANGES[change], ahead=False)
+    assert expected[0][:4] != expected[1][:4], "the change changes nothing"
+    with slow_device():
+        assert changed_in_the_middle(CHANGES[change], ahead=True) == expected
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_takes_in_the_step_in_flight(level: int) -> None:
+    """Its row is of a request that has ended, or was aborted; nothing is due after it, and the engine is as it was."""
+    llm = tiny.make_llm("qwen3", async_scheduling=True)
+    engine, expected = llm.llm_engine, tiny.greedy("qwen3", tiny.prompt(9), 12)
+    for aborts in (True, False):
+        params = SamplingParams(temperature=0, max_tokens=12, detokenize=False, stop_token_ids=[expected[2]])
+        engine.add_request("0", {"prompt_token_ids": list(tiny.prompt(9))}, params)
+        with slow_device():
+            while engine.get_num_unfinished_requests():
+                engine.step()
+                if aborts:
+                    engine.abort_request("0")
+            assert engine.engine_core._in_flight is not None
+            llm.sleep(level)
+        assert not engine.has_unfinished_requests()
+        assert not engine.scheduler._in_flight
+        llm.wake_up()
+        if level == 2:
+            given = tiny.reference_model("qwen3").named_parameters()
+            engine.worker.get_model().load_weights((name, value.detach()) for name, value in given)
+        assert tiny.tokens(tiny.generate(llm, [tiny.prompt(9)], 12)) == [expected]
+    llm.shutdown()
 
 
 # --- the races that others had, put back ------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -72,6 +72,7 @@ class CausalLM(nn.Module):
         self.missing_weights: set[str] = set()
         self.held_forms = HeldForms()
         self.has_new_weights = False
+        self.wait_for_steps: Callable[[], None] = lambda: None  # before weights change that a step in flight reads
 
     @classmethod
     def checkpoint_name(cls, stored: str) -> str:
@@ -103,6 +104,7 @@ class CausalLM(nn.Module):
 
         The engine forgets its cached prefixes before the next step; running requests go on with what they have cached.
         """
+        self.wait_for_steps()
         self.has_new_weights = True
         with torch.no_grad(), torch.device(self.device):
             taken = update_weights(self, self._spec_of, weights, self.dtype)
@@ -115,10 +117,12 @@ class CausalLM(nn.Module):
 
     def drop_weights(self) -> None:
         """Free all weights; each is in ``missing_weights`` until ``load_weights`` brings it."""
+        self.wait_for_steps()
         drop_weights(self)
         self.missing_weights = {name for name, spec in self._spec_of.items() if spec.needed and not spec.optional}
 
     def move_weights(self, device: torch.device) -> None:
+        self.wait_for_steps()
         move_weights(self, device)
 
     def weight_specs(self) -> list[WeightSpec]:

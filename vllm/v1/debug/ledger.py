@@ -154,8 +154,8 @@ class Ledger:
         device it waits in one or computes, whatever the host does meanwhile."""
         with self._lock:
             waiting = [*self._queued, *self._open.values()]
-        working = forward_context.working_thread
-        return next((entry for entry in waiting if working in (None, entry.thread)), None)
+        device = forward_context.device_place
+        return next((entry for entry in waiting if device is None or device.thread == entry.thread), None)
 
     @property
     def current(self) -> CollectiveRecord | None:

@@ -139,7 +139,7 @@ class NanTrace:
         if not self._wanted(kind):
             return True
         if context.is_dummy:
-            self.dummy = self.dummy or f"{kind} layer_idx={layer_idx} step={forward_context.current_step}"
+            self.dummy = self.dummy or f"{kind} layer_idx={layer_idx} step={forward_context.get_place().step}"
             return True
         rows = bad.any(1).nonzero().flatten().tolist()
         metadata = next(iter(context.attn_metadata.values()))
@@ -216,7 +216,7 @@ class NanTrace:
         if kind in self.printed:
             return
         self.printed.add(kind)
-        line += f" step={forward_context.current_step} tp_rank={get_tp_group().rank_in_group}"
+        line += f" step={forward_context.get_place().step} tp_rank={get_tp_group().rank_in_group}"
         if self.dummy:
             line += f" first_dummy_with_nan=[{self.dummy}]"
             self.dummy = ""

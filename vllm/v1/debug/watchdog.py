@@ -64,7 +64,9 @@ class Diagnosis:
     peers: Mapping[int, tuple[str, int, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._step_runs = self._failed = self._reported = False
+        self._step_runs = self._reported = False
+        self._failed_at: float | None = None
+        self._host = forward_context.get_place()  # of the thread that steps
         self.waits_for: list[int] = []
         self._alarm, self._still, self._heard = "", 0, dict[int, tuple[Any, int]]()
         here = identify()[0]
@@ -83,13 +85,13 @@ class Diagnosis:
         self._termination.wake()
         self._thread.join()
         self._termination.close()
-        until = time.monotonic() + (0 if self._failed else _LET_GO_S)
+        until = time.monotonic() + (_LET_GO_S if self._failed_at is None else 0)
         while not self.ledger.poll() and time.monotonic() < until:
             time.sleep(_POLL_S / 100)  # nobody waits for the last dummy step
         self._on_board(Board.show_life, {**self._place(), "doing": "shut down its engine", "left": True})
         if observer.get_collective_observer() is self:
             observer.set_collective_observer(self.inner)
-        if not self._failed:
+        if self._failed_at is None:
             self.ledger.state = "ended"
         self.ledger.close()
 
@@ -124,33 +126,44 @@ class Diagnosis:
         if self.guard is not None:
             self.guard.done(entry.record, "queued")
 
+    @property
+    def _in_step(self) -> bool:
+        """Whether a step goes on, here or on the thread that stands for the device."""
+        return self._step_runs or forward_context.device_place is not None
+
     @contextmanager
     def running(self, dp_rank: int, step: int) -> Iterator[None]:
         """Around one step: only inside can anything stall."""
         trace = f"[TRACE] rank={self.ledger.rank} execute_model %s dp={dp_rank} iter={step}"
         if self.ledger.prints:
             print(trace % "ENTER", flush=True)
-        self._step_runs = True
+        self._host, self._step_runs = forward_context.get_place(), True
         try:
             yield
         except BaseException as error:
-            self.fail(f"step {step} failed, layer {forward_context.current_layer or 'none'}: {error!r}")
+            self.fail_in_step(error)
             raise
         finally:
             self._step_runs = False
         if self.ledger.prints:
             print(trace % "EXIT", flush=True)
 
+    def fail_in_step(self, error: BaseException, grace_s: float = _GRACE_S) -> None:
+        """``error`` ends the step that the calling thread is in."""
+        place = forward_context.get_place()
+        self.fail(f"step {place.step} failed, layer {place.layer or 'none'}: {error!r}", grace_s=grace_s)
+
     def fail(self, reason: str, how: str = "failed", grace_s: float = _GRACE_S) -> None:
-        """This rank cannot go on: say so in the ledger and to the others, who get time to print."""
-        if not self._failed:
-            self._failed, self.ledger.state = True, f"{how}: {reason}"
+        """This rank cannot go on: say so in the ledger and to the others, once; they get time to print."""
+        if self._failed_at is None:
+            self._failed_at, self.ledger.state = time.monotonic(), f"{how}: {reason}"
             self.ledger.show_life()
             if self.board is not None:
                 # A launcher that sees another rank die ends this one before its exception is shown.
                 os.write(2, f"[FAIL] rank={self.ledger.rank} {how}: {reason}\n".encode())
                 self._on_board(Board.raise_alarm, reason)
-                time.sleep(grace_s)
+        if self.board is not None:
+            time.sleep(max(self._failed_at + grace_s - time.monotonic(), 0))
 
     def _on_board(self, call: Callable[..., Any], *args: Any) -> Any:
         """The board goes with the process that serves it (the launcher, or rank 0); then there is nobody to tell."""
@@ -162,13 +175,13 @@ class Diagnosis:
 
     def _place(self) -> dict[str, Any]:
         """What this rank does now, as the others read it."""
-        step, oldest = forward_context.current_step, self.ledger.oldest
+        device, oldest = forward_context.device_place, self.ledger.oldest
         record = None if oldest is None else oldest.record
-        doing = "is between two steps" if step >= 0 else "is at work outside the steps"
+        doing = "is between two steps" if self._host.step >= 0 else "is at work outside the steps"
         if oldest is not None:
             doing = f"{'waits' if oldest.queued is None else 'has its device wait'} in {describe(oldest.record)}"
-        elif self._step_runs:
-            doing = f"computes in step {step}, layer {forward_context.current_layer or 'none'}"
+        elif self._step_runs or device is not None:
+            doing = f"computes in {device or self._host}"
         waits = None if record is None else (record.group, record.seq, record.ranks)
         return {"doing": doing, "waits": waits, "moves": self.ledger.events, "entered": observer.entered()}
 
@@ -182,7 +195,7 @@ class Diagnosis:
             if self._stop.is_set():
                 return
             if ended:
-                if self._step_runs or self.ledger.current is not None:
+                if self._in_step or self.ledger.current is not None:
                     self.fail(f"SIGTERM came while it {self._place()['doing']}", "ended", 0.0)
                 self._termination.die()
             self.ledger.show_life()
@@ -193,7 +206,7 @@ class Diagnosis:
             waited_in = record
             places = self._read_others() if waits > 1 else {}
             self.waits_for = [] if record is None else self._missing((record.group, record.seq, record.ranks), places)
-            busy = self._step_runs or record is not None
+            busy = self._in_step or record is not None
             idle = 0 if busy else idle + 1
             self._alarm = self._alarm or self._on_board(Board.read, "alarm") or ""
             if busy and not self._alarm and (dead := self._who_is_gone(places, record)):
@@ -215,7 +228,7 @@ class Diagnosis:
                 tell_at += _TELL_AGAIN_S
             # Who stands still outside a collective is nearer to the cause, so it speaks first.
             patience = self.stall_timeout_s + (_GRACE_S if record is not None and self.peers else 0)
-            if not self._step_runs:
+            if not self._in_step:
                 patience = max(patience, envs.VLLM_LOAD_TIMEOUT_S)
             if self._alarm:
                 continue
@@ -302,8 +315,8 @@ class Diagnosis:
         place = "outside any collective"
         if record is not None:
             place = self._whom_for(record, places) or f"inside {describe(record)}"
-        step, layer = forward_context.current_step, forward_context.current_layer or "none"
-        return f"no progress for VLLM_STALL_TIMEOUT_S={self.stall_timeout_s:g} s in step {step}, layer {layer}, {place}"
+        where = forward_context.device_place or self._host
+        return f"no progress for VLLM_STALL_TIMEOUT_S={self.stall_timeout_s:g} s in {where}, {place}"
 
     def _end(self, reason: str, how: str, grace_s: float = _GRACE_S) -> None:
         self.fail(reason, how, grace_s)
@@ -373,6 +386,12 @@ def uninstall() -> None:
 def waits_for() -> list[int]:
     """The ranks that this one has waited for in a collective for half a second or more."""
     return [] if _installed is None else _installed.waits_for
+
+
+def fail_in_step(error: BaseException) -> None:
+    """What the calling thread does for a step fails: the other ranks hear of it before anybody here waits for that."""
+    if _installed is not None:
+        _installed.fail_in_step(error, grace_s=0)
 
 
 @contextmanager

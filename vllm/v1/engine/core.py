@@ -21,6 +21,7 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_config
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.debug import watchdog
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.outputs import EngineCoreOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.gpu_model_runner import LaunchedStep
@@ -53,8 +54,9 @@ class EngineStats:
 class EngineCore:
     """Worker and scheduler of one rank, driven by ``step``, which every rank of an engine calls together.
 
-    ``generation_config``: must be the same on all ranks. ``stats`` counts unless ``disable_log_stats``. ``is_torn``: a
-    step has begun and not ended. Raises ``ValueError`` where the cache cannot hold one request of ``max_model_len``.
+    ``generation_config``: must be the same on all ranks. ``stats`` counts unless ``disable_log_stats``. ``failure``:
+    what a step failed with, after which none can follow. Raises ``ValueError`` where the cache cannot hold one request
+    of ``max_model_len``.
     """
 
     def __init__(self, vllm_config: VllmConfig, generation_config: Mapping[str, Any]) -> None:
@@ -82,7 +84,7 @@ class EngineCore:
         except BaseException:
             self.shutdown()
             raise
-        self.is_torn = False
+        self.failure = ""
         self._in_flight: tuple[SchedulerOutput, LaunchedStep] | None = None
         self.stats = EngineStats()
         self._logged = (time.monotonic(), EngineStats())
@@ -118,13 +120,18 @@ class EngineCore:
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Around all of a step. What it raises leaves the lockstep, so that the other ranks hear of it."""
+        """Around all of a step. What it raises leaves the lockstep, so that the other ranks hear of it; after that
+        ``EngineDeadError`` is all that comes of a step."""
+        if self.failure:
+            raise EngineDeadError(f"no step follows one that failed, with {self.failure}; make a new engine")
         if self.worker.take_new_weights():
             self.scheduler.reset_prefix_cache()
-        self.is_torn = True
-        with self.worker.step():
-            yield
-        self.is_torn = False
+        try:
+            with self.worker.step():
+                yield
+        except BaseException as error:
+            self.failure, self._in_flight = repr(error), None
+            raise
 
     def step(self) -> list[EngineCoreOutput]:
         """Run one step on this rank and its peers. What it raises ends the run on all of them."""
@@ -146,6 +153,11 @@ class EngineCore:
         if launched.inputs is None:
             outputs += self._take_in()
         return outputs
+
+    def settle(self) -> None:
+        """Take in the step in flight of an engine that has no requests any more: it was for rows that nobody wants."""
+        outputs = self._take_in()
+        assert not outputs, f"a step in flight gives {len(outputs)} outputs, of requests that have ended"
 
     def _take_in(self) -> list[EngineCoreOutput]:
         """The results of the step in flight, if there is one."""

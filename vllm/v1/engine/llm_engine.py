@@ -102,7 +102,7 @@ class LLMEngine:
         steps are scheduled ahead.
 
         With several ranks every one calls this as long as ``has_unfinished_requests``. What it raises ends the run on
-        all of them.
+        all of them, and later calls raise ``EngineDeadError`` with that cause.
         """
         with self.engine_core.in_step():
             outputs = self.engine_core.run_step()
@@ -115,8 +115,8 @@ class LLMEngine:
 
     @property
     def is_torn(self) -> bool:
-        """A step has begun and not ended."""
-        return self.engine_core.is_torn
+        """A step has begun and will not end."""
+        return bool(self.engine_core.failure)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """Drop requests, at any moment between steps; ids that are not in use are ignored."""
@@ -157,6 +157,7 @@ class LLMEngine:
             raise ValueError(f"sleep(level={level!r}): 1 keeps the weights, 2 drops them; give one of them")
         if count := self.get_num_unfinished_requests():
             raise ValueError(f"sleep: {count} requests are unfinished; let them end or abort them first")
+        self.engine_core.settle()
         self.reset_prefix_cache()
         self.worker.sleep(level)
 

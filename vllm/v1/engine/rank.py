@@ -170,7 +170,7 @@ class Rank:
                 commands = share(commands, tp)
                 rejected = _apply(commands, core, self._came)
                 outputs = core.run_step()
-            agreement = core.worker.model_runner.agreement
+            agreement = core.worker.runner.agreement
             assert agreement is not None, "a step ended without an agreement"
             with self._changed:
                 tell = self.protocol.agreed(agreement.any_unfinished, agreement.all_stopping)
@@ -224,7 +224,7 @@ def _apply(commands: Commands, core: EngineCore, came: dict[str, float]) -> dict
         except (ValueError, TypeError, NotImplementedError) as error:
             rejected[add.request_id] = str(error)
     core.abort_requests(commands.aborts)
-    core.worker.model_runner.stopping = commands.stopping
+    core.worker.runner.stopping = commands.stopping
     return rejected
 
 

@@ -31,6 +31,7 @@ from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.platforms import Platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.debug import watchdog
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.metrics.stats import StepCounts
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors, ModelRunnerOutput
@@ -83,9 +84,7 @@ class GPUModelRunner:
         self.vllm_config, self.platform, self.device = vllm_config, platform, device
         self.model: CausalLM
         scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
-        self.max_num_tokens = max(
-            scheduler.max_num_batched_tokens, *vllm_config.compilation_config.cudagraph_capture_sizes, 0
-        )
+        self.max_num_tokens = scheduler.max_num_batched_tokens
         asked = vllm_config.compilation_config.cudagraph_mode
         self.graph_bytes = 0  # what was left for captured steps on a device when the caches were sized
         self.graph_mode = CUDAGraphMode[
@@ -107,7 +106,7 @@ class GPUModelRunner:
         seed = model_config.seed + get_dp_group().rank_in_group
         self.is_host = is_host(device)
         is_threaded = scheduler.async_scheduling and self.is_host
-        self.stream: Stream = ThreadStream() if is_threaded else Stream(device)
+        self.stream: Stream = ThreadStream(watchdog.fail_in_step) if is_threaded else Stream(device)
         sampling = SamplingState(max_num_reqs, model_config.vocab_size, device, seed, self.stream)
         self.input_batch = InputBatch(max_num_reqs, model_config.max_model_len, cache.block_size, sampling)
         max_blocks = self.input_batch.block_table.max_blocks

@@ -31,7 +31,7 @@ from vllm.v1.debug.nan_trace import install_nan_trace
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.metrics.stats import StepCounts
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.transfers import is_host
+from vllm.v1.transfers import ThreadStream, is_host
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner, LaunchedStep
 from vllm.v1.worker.settings import settings_of
 
@@ -90,6 +90,7 @@ class Worker:
     def load_model(self) -> None:
         with torch.device(self.device):
             self.runner.model = cast(CausalLM, get_model(self.vllm_config))
+        self.runner.model.wait_for_steps = self.runner.stream.wait
         get_world_group().wait_for_all("load_model", envs.VLLM_LOAD_TIMEOUT_S)
 
     def get_kv_cache_specs(self) -> dict[str, KVCacheSpec]:
@@ -141,6 +142,8 @@ class Worker:
 
     @property
     def model_runner(self) -> GPUModelRunner:
+        """For code written for upstream: what it reads and writes there no step in flight does."""
+        self.wait_for_device()
         return self.runner
 
     def wait_for_device(self) -> None:
@@ -219,7 +222,10 @@ class Worker:
         name = f"{profile_prefix or 'vllm'}-rank{get_world_group().rank}"
         activities = torch.profiler.supported_activities()
         write = torch.profiler.tensorboard_trace_handler(envs.VLLM_TORCH_PROFILER_DIR, name)
-        self._profiler = torch.profiler.profile(activities=activities, on_trace_ready=write)
+        options: dict[str, Any] = {}
+        if isinstance(self.runner.stream, ThreadStream):  # else the profiler looks at the calling thread alone
+            options["experimental_config"] = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        self._profiler = torch.profiler.profile(activities=activities, on_trace_ready=write, **options)
         self._profiler.start()
 
     def execute_model(self, scheduler_output: SchedulerOutput, has_unfinished: bool = True) -> ModelRunnerOutput:
@@ -242,7 +248,11 @@ class Worker:
     def step(self) -> Iterator[None]:
         """Around all of one step: what goes wrong inside leaves the lockstep, so the other ranks hear of it."""
         with watchdog.running(get_dp_group().rank_in_group, self.num_steps):
-            yield
+            try:
+                yield
+            except RuntimeError:
+                self.runner.stream.check()  # where the device failed, that is why the host's collective was given up
+                raise
 
     @property
     def num_steps(self) -> int:
