@@ -10,8 +10,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import gzip
+import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -100,6 +103,10 @@ def built_anew(metadata: Any) -> Any:
     return with_(metadata, seq_lens=torch.tensor(metadata.seq_lens_cpu.tolist(), dtype=torch.int32))
 
 
+def built_anew_elsewhere(metadata: Any) -> Any:
+    return with_(metadata, seq_lens=torch.from_numpy(metadata.seq_lens_cpu.numpy().copy()))
+
+
 def test_longest_context_baked_in(monkeypatch: pytest.MonkeyPatch) -> None:
     patch_attention(monkeypatch, longest_baked)
     with pytest.raises(CaptureError, match=r"capturing 4 rows, in model\.layers\.0.*: aten\.clamp.* \d+ and \d+"):
@@ -118,9 +125,16 @@ def test_number_of_requests_baked_in(monkeypatch: pytest.MonkeyPatch) -> None:
         make_llm("llama")
 
 
-def test_metadata_built_anew_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    patch_attention(monkeypatch, built_anew)
-    with pytest.raises(CaptureError, match=r"torch\.tensor was given argument 0: '\[.+\]' and '\[.+\]'"):
+@pytest.mark.parametrize(
+    ("build", "found"),
+    [
+        (built_anew, r"torch\.tensor was given argument 0: '\[.+\]' and '\[.+\]'"),
+        (built_anew_elsewhere, r"vc_paged_attention was given lens=0x\w+ and 0x\w+"),
+    ],
+)
+def test_metadata_built_anew_in_each_step(monkeypatch: pytest.MonkeyPatch, build: Any, found: str) -> None:
+    patch_attention(monkeypatch, build)
+    with pytest.raises(CaptureError, match=found):
         make_llm("llama")
 
 
@@ -359,6 +373,41 @@ def test_hooks_are_called(caplog: pytest.LogCaptureFixture) -> None:
     llm.shutdown()
 
 
+def test_nan_trace_looks_at_eager_steps(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A NaN behind the first layer, of which a replay would say nothing."""
+    caplog.set_level("INFO")
+    monkeypatch.setenv("VLLM_DEBUG_NAN", "1")
+    llm = make_llm("llama")
+    runner = runner_of(llm)
+    assert not captured(llm)
+    assert caplog.text.count("steps are not captured: each layer is looked at (VLLM_DEBUG_NAN)") == 1
+    assert tiny.tokens(tiny.generate(llm, [tiny.prompt(5)], 4)) == [tiny.greedy("llama", tiny.prompt(5), 4)]
+    assert not runner.counts.replayed
+
+    def spoil(_: Any, args: Any, out: Any) -> None:
+        out[0].fill_(torch.nan)
+
+    runner.model.model.layers[0].register_forward_hook(spoil)
+    [output] = tiny.generate(llm, [tiny.prompt(5)], 4)
+    assert output.outputs[0].finish_reason == "error"
+    assert "layer_idx=1" in llm.llm_engine.worker.nan_trace.finding
+    llm.shutdown()
+
+
+def test_profiler_shows_replays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("VLLM_TORCH_PROFILER_DIR", str(tmp_path))
+    llm = make_llm("llama")
+    llm.start_profile()
+    assert tiny.tokens(tiny.generate(llm, [tiny.prompt(5)], 6)) == [tiny.greedy("llama", tiny.prompt(5), 6)]
+    llm.stop_profile()
+    [trace] = tmp_path.iterdir()
+    read = gzip.open if trace.suffix == ".gz" else open
+    with read(trace, "rt") as file:
+        names = [event.get("name") for event in json.load(file)["traceEvents"]]
+    assert names.count("replay of 1 rows") == 5
+    llm.shutdown()
+
+
 def test_steps_ahead_of_a_late_device() -> None:
     """Replayed on the thread that stands for the device, while the host prepares the next step."""
     prompts = [tiny.prompt(length) for length in (5, 23, 9, 1, 40, 12)]
@@ -456,16 +505,22 @@ def test_operators_that_ask_the_host_stay_outside(
     llm.shutdown()
 
 
-def test_sizes_that_no_step_has(caplog: pytest.LogCaptureFixture) -> None:
-    llm = make_llm("llama", compilation_config={"cudagraph_capture_sizes": [2, 4, 600]}, max_num_batched_tokens=64)
+def test_sizes_that_the_caches_are_too_small_for(caplog: pytest.LogCaptureFixture) -> None:
+    llm = make_llm(
+        "llama",
+        compilation_config={"cudagraph_capture_sizes": [2, 4, 40]},
+        num_gpu_blocks_override=5,
+        block_size=8,
+        max_model_len=32,
+    )
     assert captured(llm) == [2, 4]
-    assert "cudagraph_capture_sizes [600] are not captured: steps of at most 64 rows are" in caplog.text
+    assert "cudagraph_capture_sizes [40] are not captured: steps of at most 32 rows are" in caplog.text
     llm.shutdown()
 
 
 def test_decodes_only() -> None:
     llm = make_llm(
-        "llama", compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 8]}
+        "llama", compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2]}
     )
     assert captured(llm) == [1, 2]
     tiny.generate(llm, [tiny.prompt(2)], 6)

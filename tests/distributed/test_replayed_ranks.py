@@ -6,6 +6,8 @@ Right tokens are transformers'. Memory is poisoned, ranks are ragged, idle or la
 
 from __future__ import annotations
 
+import inspect
+import re
 from typing import Any
 
 import launcher
@@ -102,27 +104,65 @@ def test_one_rank_that_runs_eagerly_makes_all() -> None:
     assert tokens_1 == [tiny.greedy("mixtral", tiny.prompt(50), 12)]
 
 
-def one_is_watched(folder: str, tp: int, dp: int) -> tuple[int, int, list[tuple[int, ...]]]:
-    """A hook on the last rank alone, which a TP rank is not to be told from the others by."""
+def one_is_watched(folder: str, tp: int, dp: int) -> tuple[int, int, list[tuple[int, ...]], list[list[Any]]]:
+    """A hook on the last rank alone, which a TP rank is not to be told from the others by. The last is what passed the
+    ledger, eagerly and replayed."""
     llm = make_llm(folder, tp, dp, **SIZES)
     runner = runner_of(llm)
     last = rank_checks.own_rank() == rank_checks.own_world() - 1
     hook = runner.model.model.layers[1].register_forward_hook(lambda *_: None) if last else None
-    found = tiny.tokens(tiny.generate(llm, [tiny.prompt(4)], 6))
+    with rank_checks.observed() as eager:
+        found = tiny.tokens(tiny.generate(llm, [tiny.prompt(4)], 6))
     before = runner.counts.replayed
     if hook is not None:
         hook.remove()
-    found += tiny.tokens(tiny.generate(llm, [tiny.prompt(4)], 6))
+    with rank_checks.observed() as replayed:
+        found += tiny.tokens(tiny.generate(llm, [tiny.prompt(4)], 6))
     after = runner.counts.replayed - before
     llm.shutdown()
-    return before, after, found
+    seen = [[(r.group, r.op, r.layer, r.sizes, r.shapes) for r in ledger.records] for ledger in (eager, replayed)]
+    return before, after, found, seen
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(2, 1), (1, 2)])
 def test_one_rank_whose_layers_are_looked_at(tp: int, dp: int) -> None:
-    for before, after, found in launcher.run_ranks(one_is_watched, 2, tiny.checkpoint("mixtral"), tp, dp, poison=True):
+    folder = tiny.checkpoint("mixtral")
+    for before, after, found, seen in launcher.run_ranks(one_is_watched, 2, folder, tp, dp, poison=True):
         assert (before, after) == (0, 6)
         assert found == [tiny.greedy("mixtral", tiny.prompt(4), 6)] * 2
+        assert seen[0] == seen[1], "a ledger tells replayed collectives from eager ones"
+        assert any(layer.startswith("model.layers.1") for _, _, layer, *_ in seen[1])
+
+
+def leaves_out(folder: str, fault: bool) -> tuple[int, list[tuple[int, ...]]]:
+    """In its fourth replayed step the last rank leaves out a collective."""
+    llm = make_llm(folder, 1, 2, **SIZES)
+    runner = runner_of(llm)
+    if fault and rank_checks.own_rank() == 1:
+        replay = runner.graphs.replay
+
+        def faulty(inputs: Any) -> torch.Tensor:
+            if runner.counts.replayed == 4:
+                program = runner.graphs.steps[inputs.input_ids.shape[0]]._program
+                calls = [inspect.getclosurevars(run).nonlocals.get("call", replay).__qualname__ for run in program]
+                del program[max(i for i, name in enumerate(calls) if "outside" in name)]
+            return replay(inputs)
+
+        runner.graphs.replay = faulty
+    tokens = tiny.tokens(tiny.generate(llm, [tiny.prompt(4)], 6))
+    llm.shutdown()
+    return runner.counts.replayed, tokens
+
+
+def test_collectives_of_replayed_steps_are_compared() -> None:
+    folder, env = tiny.checkpoint("mixtral"), {"VLLM_CHECK_COLLECTIVES": "1", "VLLM_STALL_TIMEOUT_S": "5"}
+    for replayed, tokens in launcher.run_ranks(leaves_out, 2, folder, False, env=env):
+        assert replayed == 6
+        assert tokens == [tiny.greedy("mixtral", tiny.prompt(4), 6)]
+    for outcome in launcher.rank_outcomes(leaves_out, 2, folder, True, env=env):
+        assert outcome.status == "raised"
+        assert "ConsensusError" in outcome.error
+        assert re.search(r"disagree on collective #\d+: .*on rank 0.*on rank 1", outcome.error), outcome.error
 
 
 def slept(folder: str) -> tuple[list[int], list[tuple[int, ...]]]:

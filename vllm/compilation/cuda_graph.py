@@ -19,6 +19,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -245,7 +246,10 @@ class StepGraphs:
         if memory_is_filled():
             self.pool.poison()
         self._at_home(inputs.common)
-        return self.steps[inputs.input_ids.shape[0]].replay(_places(inputs))
+        size = inputs.input_ids.shape[0]
+        is_profiled = torch.autograd._profiler_enabled()
+        with torch.profiler.record_function(f"replay of {size} rows") if is_profiled else nullcontext():
+            return self.steps[size].replay(_places(inputs))
 
     def _at_home(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
         """With the host's copies where what is called between the pieces of a captured step looks for them, in a
