@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kind of fault: a captured step reads a tensor that its module has replaced since."""
+"""The kind of fault: a captured step goes on as if its modules were as they were: a tensor of one is another, or
+somebody wants to see what it computes."""
 
 from __future__ import annotations
 
@@ -55,3 +56,17 @@ def test_a_replaced_tensor_is_read(changes: list[Callable[[Layer, torch.Tensor],
         found.append(got)
     for llm in engines:
         llm.shutdown()
+
+
+def test_a_hook_that_comes_later_is_called() -> None:
+    llm = tiny.make_llm("llama", compilation_config={"cudagraph_capture_sizes": [1]}, max_num_seqs=1)
+    runner = llm.llm_engine.engine_core.worker.runner
+    for count in (1, 2):
+        tiny.generate(llm, [tiny.prompt(5)], 4)
+        assert runner.counts.replayed == 3 * count
+        seen: list[int] = []
+        hook = runner.model.model.layers[1].register_forward_hook(lambda *_, seen=seen: seen.append(1))
+        tiny.generate(llm, [tiny.prompt(5)], 4)
+        assert len(seen) == 4
+        hook.remove()
+    llm.shutdown()
