@@ -106,17 +106,17 @@ SHORT = {"max_num_seqs": 3, "max_num_batched_tokens": 20, "num_gpu_blocks_overri
 FUZZ = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True, "database": None}
 
 
-@given(arrivals=_arrivals(12, 5, aborts=True))
+@given(arrivals=_arrivals(12, 5, aborts=True), resets=st.sets(st.integers(1, 14), max_size=2))
 @settings(max_examples=25, **FUZZ)
 @pytest.mark.usefixtures("nan_poison")
-def test_the_same_comes_of_steps_ahead(engines: Any, arrivals: list[Arrival]) -> None:
-    """Room for all: cached tokens are the same, too."""
+def test_the_same_comes_of_steps_ahead(engines: Any, arrivals: list[Arrival], resets: set[int]) -> None:
+    """Room for all: cached tokens are the same, too. Prefixes are forgotten while a step is in flight."""
     ahead, one_by_one = engines(**ROOM)
     for llm in (ahead, one_by_one):
         llm.reset_prefix_cache()
     with late(0.002):
-        found = drive(ahead, arrivals)
-    compare(found, drive(one_by_one, arrivals))
+        found = drive(ahead, arrivals, resets=resets)
+    compare(found, drive(one_by_one, arrivals, resets=resets))
 
 
 @given(arrivals=_arrivals(6, 7, aborts=True))
