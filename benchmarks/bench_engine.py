@@ -96,6 +96,7 @@ def main() -> None:
     parser.add_argument("model", help="Hugging Face folder")
     parser.add_argument("--upstream", help="a Python that imports upstream's vllm")
     parser.add_argument("--upstream-eager", action="store_true", help="also upstream without compilation")
+    parser.add_argument("--no-transformers", action="store_true", help="for quantised folders that it cannot read")
     parser.add_argument("--loads", default="64,512", help="prompt lengths")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--output", type=int, default=64)
@@ -103,7 +104,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kv-cache-gib", default="2")
     args = parser.parse_args()
-    contenders = {"this engine": (sys.executable, "engine"), "transformers": (sys.executable, "transformers")}
+    contenders = {"this engine": (sys.executable, "engine")}
+    if not args.no_transformers:
+        contenders["transformers"] = (sys.executable, "transformers")
     if args.upstream:
         contenders["upstream"] = (args.upstream, "upstream")
         if args.upstream_eager:

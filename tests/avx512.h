@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The AVX-512 and VNNI instructions of the CPU kernels on a processor with AVX2, put before their source: with
-// -include avx512.h -DEMULATED=512, 512 and VNNI (5120), or VNNI of 256 bits (256). Lanes are what AVX2's halves compute.
+// -include avx512.h -DEMULATED=512, 512 and VNNI (5120), 512 and pairs of bf16 (5121), or VNNI of 256 bits (256). Lanes are
+// what AVX2's halves compute.
 #include <immintrin.h>
 
 #include <cstdint>
@@ -13,6 +14,8 @@
 #define __AVX512BW__ 1
 #if EMULATED == 5120
 #define __AVX512VNNI__ 1
+#elif EMULATED == 5121
+#define __AVX512BF16__ 1
 #endif
 #endif
 
@@ -85,6 +88,11 @@ inline __m512 fma(__m512 a, __m512 b, __m512 c) {
   auto x = halves<__m256>(a), y = halves<__m256>(b), z = halves<__m256>(c);
   return whole<__m512>(_mm256_fmadd_ps(x.low, y.low, z.low), _mm256_fmadd_ps(x.high, y.high, z.high));
 }
+inline __m512 dot_pairs(__m512 sum, __m512i a, __m512i b) {
+  auto high = [](__m512i x) { return bits<__m512>(by_halves(x, [](__m256i h) { return _mm256_slli_epi32(_mm256_srli_epi32(h, 16), 16); })); };
+  auto low = [](__m512i x) { return bits<__m512>(by_halves(x, [](__m256i h) { return _mm256_slli_epi32(h, 16); })); };
+  return fma(low(a), low(b), fma(high(a), high(b), sum));
+}
 inline uint64_t signs(__m512i x) {
   auto h = halves<__m256i>(x);
   return (uint32_t)_mm256_movemask_epi8(h.low) | (uint64_t)(uint32_t)_mm256_movemask_epi8(h.high) << 32;
@@ -131,5 +139,6 @@ inline __m512i masked_difference(__m512i otherwise, uint64_t mask, __m512i a, __
 #define _mm512_extracti64x4_epi64(a, half) emulated::halves<__m256i>(a).high
 #define _mm512_movepi8_mask emulated::signs
 #define _mm512_mask_sub_epi8 emulated::masked_difference
+#define _mm512_dpbf16_ps(sum, a, b) emulated::dot_pairs(sum, (__m512i)(a), (__m512i)(b))
 #define _mm512_dpbusd_epi32 emulated::dpbusd<__m512i>
 #define _mm256_dpbusd_avx_epi32 emulated::dpbusd<__m256i>

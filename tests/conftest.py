@@ -5,6 +5,7 @@ import gc
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -13,19 +14,36 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
+_temporary = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
+
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Triton's kernels run on CPU tensors in its interpreter, but for the device suite."""
+    """Triton's kernels run on CPU tensors in its interpreter, and tiny models on one thread, for a second spins more
+    than it computes; the device suite does neither, and tests of threads set their number. What tests, and processes
+    that they start and kill, make for a while lies in one folder, which goes with the run."""
     if config.option.markexpr != "device":
         os.environ.setdefault("TRITON_INTERPRET", "1")
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if not hasattr(config, "workerinput"):
+        config.stash[_temporary] = tempfile.TemporaryDirectory(prefix="vllm-tests-", ignore_cleanup_errors=True)
+        os.environ["TMPDIR"] = tempfile.tempdir = config.stash[_temporary].name
+        os.chmod(tempfile.tempdir, 0o711)  # a test that gives up root's rights finds its own folder
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _temporary in config.stash:
+        config.stash[_temporary].cleanup()
 
 
 @pytest.fixture(autouse=True)
-def _kernels_are_chosen_anew() -> Iterator[None]:
-    """A choice that a test's environment made is not the next test's."""
+def _kernels_and_threads_are_chosen_anew() -> Iterator[None]:
+    """A choice that a test or its environment made is not the next test's."""
+    threads = int(os.environ.get("OMP_NUM_THREADS", "0"))
     yield
     if (table := sys.modules.get("vllm.kernels.table")) is not None:
         table.choose.cache_clear()
+    if threads and (torch := sys.modules.get("torch")) is not None and torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -49,6 +49,10 @@ VARIABLES: dict[str, tuple[Callable[[], Any], str]] = {
     "VLLM_CONFIGURE_LOGGING": (_switch("VLLM_CONFIGURE_LOGGING", True), "0 leaves the vllm loggers to the caller"),
     "VLLM_CPU_KVCACHE_SPACE": (_number("VLLM_CPU_KVCACHE_SPACE", 0), "KV cache size on CPU in GiB; 0 = by free memory"),
     "VLLM_CPU_AMX": (_switch("VLLM_CPU_AMX", True), "0 keeps bfloat16 off the processor's matrix unit"),
+    "VLLM_CPU_BF16_PAIRS": (
+        _switch("VLLM_CPU_BF16_PAIRS", True),
+        "0 widens bfloat16 where the processor would multiply pairs of it (AVX512_BF16)",
+    ),
     "VLLM_COLLECTIVE_TIMEOUT_S": (
         _number("VLLM_COLLECTIVE_TIMEOUT_S", 7200.0),
         "seconds until the backend itself ends a wait",

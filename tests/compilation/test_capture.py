@@ -10,8 +10,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import gzip
+import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +31,8 @@ from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.compilation import cuda_graph
 from vllm.compilation.cuda_graph import StepGraphs, Trial
-from vllm.compilation.recording import CaptureError
+from vllm.compilation.recording import CaptureError, MemoryPool
+from vllm.kernels import cpu
 from vllm.kernels.cpu.ops import kernels_available
 from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.backends.paged import PagedAttentionImpl
@@ -99,6 +103,10 @@ def built_anew(metadata: Any) -> Any:
     return with_(metadata, seq_lens=torch.tensor(metadata.seq_lens_cpu.tolist(), dtype=torch.int32))
 
 
+def built_anew_elsewhere(metadata: Any) -> Any:
+    return with_(metadata, seq_lens=torch.from_numpy(metadata.seq_lens_cpu.numpy().copy()))
+
+
 def test_longest_context_baked_in(monkeypatch: pytest.MonkeyPatch) -> None:
     patch_attention(monkeypatch, longest_baked)
     with pytest.raises(CaptureError, match=r"capturing 4 rows, in model\.layers\.0.*: aten\.clamp.* \d+ and \d+"):
@@ -117,9 +125,16 @@ def test_number_of_requests_baked_in(monkeypatch: pytest.MonkeyPatch) -> None:
         make_llm("llama")
 
 
-def test_metadata_built_anew_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    patch_attention(monkeypatch, built_anew)
-    with pytest.raises(CaptureError, match=r"vc_paged_attention was given lens=0x\w+ and 0x\w+"):
+@pytest.mark.parametrize(
+    ("build", "found"),
+    [
+        (built_anew, r"torch\.tensor was given argument 0: '\[.+\]' and '\[.+\]'"),
+        (built_anew_elsewhere, r"vc_paged_attention was given lens=0x\w+ and 0x\w+"),
+    ],
+)
+def test_metadata_built_anew_in_each_step(monkeypatch: pytest.MonkeyPatch, build: Any, found: str) -> None:
+    patch_attention(monkeypatch, build)
+    with pytest.raises(CaptureError, match=found):
         make_llm("llama")
 
 
@@ -175,7 +190,10 @@ def test_value_of_the_step_read_by_the_host(monkeypatch: pytest.MonkeyPatch, cap
     patch_attention(monkeypatch, asks)
     llm = make_llm("llama")
     assert not captured(llm)
-    assert re.search(r"steps are not captured: aten\.\S+ brings a value of the step to the host", caplog.text)
+    told = re.findall(
+        r"steps of 1 2 4 rows are not captured: aten\.\S+ brings a value of the step to the host in (.*)", caplog.text
+    )
+    assert told == ["model.layers.0.self_attn.attn"]
     assert tiny.tokens(tiny.generate(llm, [tiny.prompt(5)], 4)) == [tiny.greedy("llama", tiny.prompt(5), 4)]
     llm.shutdown()
 
@@ -355,6 +373,41 @@ def test_hooks_are_called(caplog: pytest.LogCaptureFixture) -> None:
     llm.shutdown()
 
 
+def test_nan_trace_looks_at_eager_steps(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A NaN behind the first layer, of which a replay would say nothing."""
+    caplog.set_level("INFO")
+    monkeypatch.setenv("VLLM_DEBUG_NAN", "1")
+    llm = make_llm("llama")
+    runner = runner_of(llm)
+    assert not captured(llm)
+    assert caplog.text.count("steps are not captured: each layer is looked at (VLLM_DEBUG_NAN)") == 1
+    assert tiny.tokens(tiny.generate(llm, [tiny.prompt(5)], 4)) == [tiny.greedy("llama", tiny.prompt(5), 4)]
+    assert not runner.counts.replayed
+
+    def spoil(_: Any, args: Any, out: Any) -> None:
+        out[0].fill_(torch.nan)
+
+    runner.model.model.layers[0].register_forward_hook(spoil)
+    [output] = tiny.generate(llm, [tiny.prompt(5)], 4)
+    assert output.outputs[0].finish_reason == "error"
+    assert "layer_idx=1" in llm.llm_engine.worker.nan_trace.finding
+    llm.shutdown()
+
+
+def test_profiler_shows_replays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("VLLM_TORCH_PROFILER_DIR", str(tmp_path))
+    llm = make_llm("llama")
+    llm.start_profile()
+    assert tiny.tokens(tiny.generate(llm, [tiny.prompt(5)], 6)) == [tiny.greedy("llama", tiny.prompt(5), 6)]
+    llm.stop_profile()
+    [trace] = tmp_path.iterdir()
+    read = gzip.open if trace.suffix == ".gz" else open
+    with read(trace, "rt") as file:
+        names = [event.get("name") for event in json.load(file)["traceEvents"]]
+    assert names.count("replay of 1 rows") == 5
+    llm.shutdown()
+
+
 def test_steps_ahead_of_a_late_device() -> None:
     """Replayed on the thread that stands for the device, while the host prepares the next step."""
     prompts = [tiny.prompt(length) for length in (5, 23, 9, 1, 40, 12)]
@@ -452,16 +505,22 @@ def test_operators_that_ask_the_host_stay_outside(
     llm.shutdown()
 
 
-def test_sizes_that_no_step_has(caplog: pytest.LogCaptureFixture) -> None:
-    llm = make_llm("llama", compilation_config={"cudagraph_capture_sizes": [2, 4, 600]}, max_num_batched_tokens=64)
+def test_sizes_that_the_caches_are_too_small_for(caplog: pytest.LogCaptureFixture) -> None:
+    llm = make_llm(
+        "llama",
+        compilation_config={"cudagraph_capture_sizes": [2, 4, 40]},
+        num_gpu_blocks_override=5,
+        block_size=8,
+        max_model_len=32,
+    )
     assert captured(llm) == [2, 4]
-    assert "cudagraph_capture_sizes [600] are not captured: steps of at most 64 rows are" in caplog.text
+    assert "cudagraph_capture_sizes [40] are not captured: steps of at most 32 rows are" in caplog.text
     llm.shutdown()
 
 
 def test_decodes_only() -> None:
     llm = make_llm(
-        "llama", compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 8]}
+        "llama", compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2]}
     )
     assert captured(llm) == [1, 2]
     tiny.generate(llm, [tiny.prompt(2)], 6)
@@ -485,17 +544,67 @@ def test_switched_off(given: dict[str, Any]) -> None:
 
 
 def test_memory_that_is_short(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    capture = StepGraphs._capture
+    """Fewer sizes, and one warning, after which the others are captured."""
+    empty = MemoryPool.empty
 
-    def short(self: Any, size: int) -> Any:
-        if size > 2:
-            raise MemoryError("no room")
-        return capture(self, size)
+    def short(self: Any, shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        if shape[:1] in ((6,), (7,)):
+            raise MemoryError(f"no room for {tuple(shape)}")
+        return empty(self, shape, stride, dtype)
 
-    monkeypatch.setattr(StepGraphs, "_capture", short)
-    llm = make_llm("llama")
+    monkeypatch.setattr(MemoryPool, "empty", short)
+    llm = make_llm("llama", compilation_config={"cudagraph_capture_sizes": [1, 2, 6, 7]})
     assert captured(llm) == [1, 2]
-    assert caplog.text.count("steps of 4 rows are not captured, memory is short: no room") == 1
+    assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [
+        "steps of 6 7 rows are not captured: memory is short: no room for (7, 64)"
+    ]
+    assert tiny.tokens(tiny.generate(llm, [tiny.prompt(5)], 4)) == [tiny.greedy("llama", tiny.prompt(5), 4)]
+    assert runner_of(llm).counts.replayed == 3
+    llm.shutdown()
+
+
+def test_an_operator_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """It alone stays eager, in all sizes, and is named once."""
+    silu_and_mul = cpu.silu_and_mul
+
+    def asks(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        assert (x * 2).sum().item() is not None
+        return silu_and_mul(x, out)
+
+    monkeypatch.setattr(cpu, "silu_and_mul", asks)
+    llm = make_llm("llama")
+    assert captured(llm) == [1, 2, 4]
+    assert {step.num_pieces for step in runner_of(llm).graphs.steps.values()} == {5}, "two layers"
+    assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [
+        "silu_and_mul runs eagerly between the pieces of captured steps: aten.item.default brings a value of the step "
+        "to the host in silu_and_mul of model.layers.0.self_attn.attn"
+    ]
+    assert tiny.tokens(tiny.generate(llm, [tiny.prompt(5)], 12)) == [tiny.greedy("llama", tiny.prompt(5), 12)]
+    assert runner_of(llm).counts.replayed == 11
+    llm.shutdown()
+
+
+def test_operators_that_a_recording_does_not_see(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("VLLM_KERNELS", "rms_norm=triton,silu_and_mul=triton")
+    llm = make_llm("llama")
+    assert captured(llm) == [1, 2, 4]
+    assert caplog.text.count("['rms_norm', 'silu_and_mul'] run eagerly between the pieces of captured steps") == 1
+    assert tiny.tokens(tiny.generate(llm, [tiny.prompt(5)], 12)) == [tiny.greedy("llama", tiny.prompt(5), 12)]
+    assert runner_of(llm).counts.replayed == 11
+    llm.shutdown()
+
+
+def test_a_constant_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that each step makes of the same values of the host is no value of one step."""
+    patch_attention(
+        monkeypatch, lambda m: with_(m, seq_lens=m.seq_lens + torch.tensor([3, 3], dtype=torch.int32)[:1] - 3)
+    )
+    llm = make_llm("llama")
+    assert captured(llm) == [1, 2, 4]
+    assert tiny.tokens(tiny.generate(llm, [tiny.prompt(5)], 12)) == [tiny.greedy("llama", tiny.prompt(5), 12)]
+    assert runner_of(llm).counts.replayed == 11
     llm.shutdown()
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import random
 import time
@@ -34,6 +35,15 @@ def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
     assert torch.equal(bits(actual), bits(expected)), f"{actual} is not {expected}"
+
+
+def warnings_of(name: str) -> list[str]:
+    """What the logger of this name warns of from now on."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    return found
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import replace
 
 import launcher
 import pytest
@@ -44,7 +43,7 @@ def _padded(votes: list[DPVote], bucket: bool = False) -> tuple[int, ...]:
 def test_the_b60_case() -> None:
     votes = [_vote(26), _vote(30)]
     assert _padded(votes) == (26, 30)
-    assert _padded([replace(vote, pad_to_max=1) for vote in votes]) == (30, 30)  # fix 1
+    assert _padded([vote._replace(pad_to_max=1) for vote in votes]) == (30, 30)  # fix 1
     agreed = agree(votes, 1)
     assert (agreed.num_tokens_unpadded, agreed.num_tokens_padded, agreed.is_dummy) == (30, 30, False)
 
@@ -98,7 +97,7 @@ def test_policy_applies_only_where_ranks_exchange_tokens() -> None:
 def test_ranks_leave_only_where_all_vote_to() -> None:
     for votes in ((0, 0), (1, 0), (1, 1)):
         for rank in (0, 1):
-            agreed = agree([replace(_vote(0, live=0), stopping=vote) for vote in votes], rank)
+            agreed = agree([_vote(0, live=0)._replace(stopping=vote) for vote in votes], rank)
             assert agreed.all_stopping is all(votes)
 
 
@@ -125,7 +124,7 @@ def _ballots(draw: st.DrawFn) -> list[DPVote]:
 def test_rules_on_random_votes(votes: list[DPVote], with_buckets: bool) -> None:
     bucket = BUCKETS if with_buckets else None
     agreements = [agree(votes, rank, bucket) for rank in range(len(votes))]
-    assert len({replace(agreed, dp_rank=0) for agreed in agreements}) == 1  # all ranks decide alike
+    assert len({agreed._replace(dp_rank=0) for agreed in agreements}) == 1  # all ranks decide alike
     agreed: DPAgreement = agreements[0]
     rows = agreed.num_tokens_padded_across_dp
     assert agreed.num_tokens_unpadded_across_dp == tuple(vote.num_tokens_unpadded for vote in votes)

@@ -220,7 +220,7 @@ def test_every_group_gives_up_after_the_one_timeout() -> None:
         assert f"rank {rank}: collective" in outcomes[rank].value
         assert f"group {group}" in outcomes[rank].value
         assert "in step 5" in outcomes[rank].value
-        assert outcomes[rank].seconds < 5
+        assert outcomes[rank].seconds < 15
 
 
 # -- the token exchange

@@ -202,7 +202,6 @@ def test_compilation_config(tiny_llama: Path, given, expected):
     [
         {"compilation_config": 3},
         {"compilation_config": {"backend": "inductor"}},
-        {"compilation_config": {"cudagraph_mode": "SOMETIMES"}},
         {"kv_cache_dtype": "fp8_e5m2"},
         {"distributed_executor_backend": "mp"},
     ],
@@ -210,6 +209,95 @@ def test_compilation_config(tiny_llama: Path, given, expected):
 def test_supported_argument_with_an_unsupported_value(tiny_llama: Path, given):
     with pytest.raises(NotImplementedError):
         EngineArgs(str(tiny_llama), **given).create_engine_config()
+
+
+SIZES_HINT = r"give distinct ascending numbers of rows from 1 up, such as \[1, 2, 4\]"
+LIST_HINT = r"give a list of whole numbers of rows, such as \[1, 2, 4\]"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ([0, 1], rf"\[0, 1\]: {SIZES_HINT}"),
+        ([-4, 8], rf"\[-4, 8\]: {SIZES_HINT}"),
+        ([2, 1], SIZES_HINT),
+        ([1, 1], SIZES_HINT),
+        ([1.5], rf"\[1\.5\]: {LIST_HINT}"),
+        (["8"], LIST_HINT),
+        ([True], LIST_HINT),
+        (8, rf"=8: {LIST_HINT}"),
+        ("1,2", LIST_HINT),
+        ([8, 64, 65, 900], r"\[65, 900\]: no step has more rows than max_num_batched_tokens=64; leave them out"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("inside", [True, False], ids=["in compilation_config", "alone"])
+def test_capture_sizes_that_cannot_be(tiny_llama: Path, sizes, message: str, inside: bool):
+    given = {"cudagraph_capture_sizes": sizes}
+    given = {"compilation_config": given} if inside else given
+    with pytest.raises(ValueError, match=f"cudagraph_capture_sizes.*{message}"):
+        EngineArgs(str(tiny_llama), max_num_batched_tokens=64, max_num_seqs=8, **given).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"cudagraph_mode": "bogus"}, r"cudagraph_mode='bogus' is unknown; known: NONE, PIECEWISE, FULL, FULL_DECODE"),
+        ({"cudagraph_mode": "FULL_DECODES"}, r"'FULL_DECODES' is unknown.*FULL_DECODE_ONLY"),
+        ({"cudagraph_mode": 1}, "cudagraph_mode=1 is unknown"),
+        (
+            {"cudagraph_sizes": [1]},
+            r"has 'cudagraph_sizes', which is unknown.*known: cudagraph_mode, cudagraph_capture",
+        ),
+        (
+            {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [8, 9]},
+            r"\[9\]: no step has more rows than max_num_seqs=8; leave them out, or raise max_num_seqs",
+        ),
+    ],
+    ids=str,
+)
+def test_compilation_config_that_cannot_be(tiny_llama: Path, given, message: str):
+    with pytest.raises(ValueError, match=message):
+        EngineArgs(str(tiny_llama), max_num_seqs=8, compilation_config=given).create_engine_config()
+
+
+def test_capture_sizes_given_twice(tiny_llama: Path):
+    given = {"cudagraph_capture_sizes": [1, 2]}
+    args = EngineArgs(str(tiny_llama), compilation_config=given, **given)
+    assert args.create_engine_config().compilation_config.cudagraph_capture_sizes == (1, 2)
+    args = EngineArgs(str(tiny_llama), compilation_config=given, cudagraph_capture_sizes=[4])
+    with pytest.raises(
+        ValueError, match=r"cudagraph_capture_sizes=\[4\], but \[1, 2\] in compilation_config: give one"
+    ):
+        args.create_engine_config()
+
+
+@pytest.mark.parametrize("words", [("[1, 2, 4]",), ("1", "2", "4")], ids=" ".join)
+def test_capture_sizes_on_the_command_line(tiny_llama: Path, words: tuple[str, ...]):
+    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    args = parser.parse_args([str(tiny_llama), "--cudagraph-capture-sizes", *words])
+    config = EngineArgs.from_cli_args(args).create_engine_config().compilation_config
+    assert config.cudagraph_capture_sizes == (1, 2, 4)
+
+
+@pytest.mark.parametrize("words", [("0",), ("-1", "2"), ("1.5",), ("many",), ("4", "4"), ('["a"]',)], ids=" ".join)
+def test_capture_sizes_on_the_command_line_that_cannot_be(
+    tiny_llama: Path, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+):
+    """A usage error, which names option and value."""
+    from vllm.entrypoints.cli.main import main
+
+    argv = ["serve", str(tiny_llama), "--skip-tokenizer-init", f"--cudagraph-capture-sizes={words[0]}"]
+    if len(words) > 1:
+        argv[-1:] = ["--cudagraph-capture-sizes", *words]
+    try:
+        code = main(argv)
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    told = capsys.readouterr().err
+    assert "cudagraph" in told
+    assert words[0].strip('[]"') in told
 
 
 def test_multimodal_checkpoint_gives_its_text_model(tmp_path: Path):

@@ -19,10 +19,10 @@ def torchrun(ranks: int) -> list[str]:
     return [str(Path(sys.executable).with_name("torchrun")), "--standalone", f"--nproc-per-node={ranks}"]
 
 
-def run_example(*options: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+def run_example(*options: str, ranks: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*(torchrun(ranks) if ranks > 1 else [sys.executable]), str(SCRIPT), *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1" if ranks > 1 else "2"},
+        [*torchrun(ranks), str(SCRIPT), *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import tiny_models as tiny
-from demo_run import EXAMPLES, MAX_TOKENS, run_example
+from demo_run import EXAMPLES, MAX_TOKENS, SCRIPT, run_example
 
 # The compiler, tensors over device meshes, other libraries' models: a second or more of each rank's start.
 NEEDLESS = (
@@ -68,16 +68,22 @@ def test_b60_example_on_four_ranks(dense_texts: dict[str, tuple[tuple[int, ...],
     assert done.stdout.index(begun) < done.stdout.index("Generated")
 
 
-def test_sizes_that_do_not_fit_the_ranks_are_refused() -> None:
-    done = run_example("--tensor-parallel-size", "2")
-    assert done.returncode == 2
-    assert "--tensor-parallel-size 2 does not divide the 1 ranks" in done.stderr
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2 does not divide the 1 ranks"),
+        (["--max-token", "three"], "three"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_ranks_and_mistyped_options_are_refused(
+    options: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import xpu_arc_b60_dp_ep
 
-
-def test_a_mistyped_option_is_refused() -> None:
-    done = run_example("--max-token", "three")
-    assert done.returncode == 2
-    assert "three" in done.stderr
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *options])
+    with pytest.raises(SystemExit, match="2"):
+        xpu_arc_b60_dp_ep.main()
+    assert told in capsys.readouterr().err
 
 
 def test_a_rank_imports_nothing_that_it_has_no_use_for(dense_folder: str) -> None:

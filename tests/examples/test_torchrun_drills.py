@@ -4,6 +4,7 @@ of the fault, non-zero, with rank, step and collective named, and leaves neither
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -17,7 +18,7 @@ import pytest
 from demo_run import torchrun
 from faulty_example import FAULTY_RANK, FAULTY_STEP
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.alone]
 
 SCRIPT = Path(__file__).with_name("faulty_example.py")
 STALL_S = 6
@@ -46,10 +47,24 @@ def drill() -> Iterator[str]:
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.fixture(scope="module")
+def shallow(dense_folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The demo's mixture with its first layers alone."""
+    from smollm2 import ensure_checkpoint
+
+    whole, folder = ensure_checkpoint("moe"), tmp_path_factory.mktemp("shallow")
+    for file in whole.iterdir():
+        if file.name != "config.json":
+            (folder / file.name).symlink_to(file)
+    config = json.loads((whole / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 6}))
+    return str(folder)
+
+
 @pytest.mark.parametrize("fault", ["dies", "is ended", pytest.param("raises", marks=pytest.mark.slow), "stalls"])
-def test_a_failing_rank_ends_the_run(fault: str, drill: str, dense_folder: str) -> None:
+def test_a_failing_rank_ends_the_run(fault: str, drill: str, shallow: str) -> None:
     in_shared_memory = set(os.listdir("/dev/shm"))
-    options = ["--max-model-len", "64", "--kv-cache-memory-bytes", str(1 << 24)]
+    options = ["--model", shallow, "--max-model-len", "64", "--kv-cache-memory-bytes", str(1 << 24)]
     done = subprocess.run(
         [*torchrun(4), str(SCRIPT), fault, *options],
         env={**os.environ, "OMP_NUM_THREADS": "1", "VLLM_STALL_TIMEOUT_S": str(STALL_S), MARK: drill},

@@ -790,6 +790,7 @@ def test_a_forked_process_makes_its_own_threads():
     assert os.waitpid(pid, 0)[1] == 0
 
 
+@pytest.mark.alone
 def test_a_thread_that_is_put_off_holds_nobody_up():
     """Beside a busy neighbour of far more weight the worker hardly ever runs; the caller then computes alone. A team
     that waits for all its threads takes a hundred times as long."""

@@ -27,12 +27,17 @@ PROCESSORS = {
     "AVX2": "-march=x86-64-v3",
     **{
         name: f"-march=x86-64-v3 -include {TESTS / 'avx512.h'} -DEMULATED={emulated}"
-        for name, emulated in (("AVX2 and VNNI", 256), ("AVX-512", 512), ("AVX-512 and VNNI", 5120))
+        for name, emulated in (
+            ("AVX2 and VNNI", 256),
+            ("AVX-512", 512),
+            ("AVX-512 and VNNI", 5120),
+            ("AVX-512 and BF16", 5121),
+        )
     },
 }
 FILES = ("test_cpu_quantized.py", "test_cpu_blocks.py", "test_cpu_ops.py", "test_fp8_kv_cache.py")
 # What has instructions of its own; the rest is the compiler's vectors, of whatever width.
-SOME = "quantized or blocks or matrix_unit or linear_against or (fp8_kv and cpu and (written or code))"
+SOME = "quantized or blocks or matrix_unit or linear_against or experts or (fp8_kv and cpu and (written or code))"
 
 
 @pytest.mark.parametrize("name", PROCESSORS)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,4 +115,4 @@ def cpu_seconds(pid: int) -> float:
 
 def remains() -> set[str]:
     """What an engine could leave on this machine."""
-    return {str(path) for folder in ("/dev/shm", "/tmp") for path in Path(folder).glob("*torch*")}
+    return {str(path) for folder in ("/dev/shm", tempfile.gettempdir()) for path in Path(folder).glob("*torch*")}

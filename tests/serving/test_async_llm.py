@@ -20,7 +20,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM, arguments_as_json
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.alone]
 LENGTHS = (3, 9, 17, 40, 70)
 
 

@@ -19,7 +19,7 @@ import pytest
 import served
 import tiny_models as tiny
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.alone]
 SILENCE_S = 3.0
 # The bound for an error after a death; silence is a death once it has lasted.
 BOUND_S = 10.0

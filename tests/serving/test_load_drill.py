@@ -114,6 +114,7 @@ def resident(pid: int) -> int:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.alone
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seconds", [60, pytest.param(1200, marks=pytest.mark.slow)])
 def test_load_drill(seconds: int) -> None:

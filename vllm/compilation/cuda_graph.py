@@ -15,9 +15,11 @@ and split it. All DP ranks agree in the step's one reduction whether they replay
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,9 +38,11 @@ from vllm.compilation.recording import (
     without_garbage,
 )
 from vllm.config import CUDAGraphMode
+from vllm.distributed import get_world_group
 from vllm.kernels.cpu import records
 from vllm.kernels.table import choose
 from vllm.logger import init_logger, log_once
+from vllm.model_executor.layers.layer import Layer
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.transfers import is_host
 from vllm.v1.worker.batch_plan import BatchPlan
@@ -142,6 +146,10 @@ def _kernel_run(calls: list[Call]) -> Callable[[], None]:
     return run
 
 
+class ShortOfMemory(NotCapturable):
+    """There is no memory to capture a step of this size with."""
+
+
 class StepGraphs:
     """The captured steps of one engine, and which step may be replayed."""
 
@@ -155,8 +163,11 @@ class StepGraphs:
         if self.mode is not CUDAGraphMode.NONE and not is_host(runner.device):
             self.pool = DevicePool(runner.device, runner.platform)
         self.steps: dict[int, CapturedStep] = {}
+        self.eager_operators: set[str] = set()  # called between the pieces
         self._hooks: list[Any] = []
-        self._held: list[tuple[dict[str, Any], str, Any]] = []
+        self._held: list[Held] = []
+        self._held_apart: list[Held] = []
+        self._num_changes = 0
         self._homes: dict[str, torch.Tensor] = {}
         self.decode_only = self.mode is CUDAGraphMode.FULL_DECODE_ONLY
         self.given = config.compilation_config.cudagraph_capture_sizes
@@ -166,11 +177,13 @@ class StepGraphs:
 
     def vote(self, step: SchedulerOutput) -> int:
         """The highest mode that this rank could run ``step`` in, or CAPTURE; see ``DPVote``."""
-        if any(owner.get(name) is not held for owner, name, held in self._held):
-            self.forget()  # a module has another tensor, such as weights that could not be put in the old ones' place
+        if self._is_replaced():
+            self.forget()
+        if self._is_hooked():
+            return CUDAGraphMode.NONE
         if self.is_stale:
             return CAPTURE if len(self.runner.input_batch.row_of) == len(step.started) else CUDAGraphMode.NONE
-        if not self.steps or self._is_hooked():
+        if not self.steps:
             return CUDAGraphMode.NONE
         num_tokens, scheduled = step.total_num_scheduled_tokens, step.num_scheduled_tokens
         if num_tokens:
@@ -184,8 +197,16 @@ class StepGraphs:
     def forget(self) -> None:
         """The caches go: what is captured reads them."""
         self.steps.clear()
-        self._held = []
+        self._held, self._held_apart = [], []
         self.is_stale = self.is_on
+
+    def _is_replaced(self) -> bool:
+        """Whether a module has another tensor, such as weights that could not be put in the old ones' place."""
+        looked_at = self._held_apart
+        if Layer.num_changes != self._num_changes:
+            self._num_changes = Layer.num_changes
+            looked_at = looked_at + self._held
+        return any(owner.get(name) is not held for owner, name, held in looked_at)
 
     def _is_hooked(self) -> bool:
         """Hooks of the model's modules are called in eager steps only."""
@@ -218,7 +239,10 @@ class StepGraphs:
         if memory_is_filled():
             self.pool.poison()
         self._at_home(inputs.common)
-        return self.steps[inputs.input_ids.shape[0]].replay(_places(inputs))
+        size = inputs.input_ids.shape[0]
+        is_profiled = torch.autograd._profiler_enabled()
+        with torch.profiler.record_function(f"replay of {size} rows") if is_profiled else nullcontext():
+            return self.steps[size].replay(_places(inputs))
 
     def _at_home(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
         """With the host's copies where what is called between the pieces of a captured step looks for them, in a
@@ -244,34 +268,34 @@ class StepGraphs:
         """
         self.forget()
         self.is_stale = False
-        self._hooks = [h for m in self.runner.model.modules() for h in (m._forward_hooks, m._forward_pre_hooks)]
-        if self.is_on and not self._is_hooked():
+        if self.is_on:
+            self._hooks = [h for m in self.runner.model.modules() for h in (m._forward_hooks, m._forward_pre_hooks)]
             loads = [x for m in self.runner.model.modules() if (x := getattr(m, "expert_load", None)) is not None]
             counted = [load.clone() for load in loads]
             with without_garbage():
                 self._capture_all(self.sizes())
             for load, before in zip(loads, counted, strict=True):  # no batch of the captures' is anybody's
                 load.copy_(before)
-            self._held = tensors_held(self.runner.model)
+            self._num_changes = Layer.num_changes
+            self._held, self._held_apart = tensors_held(self.runner.model)
         elif self.runner.is_watched and self.mode is not CUDAGraphMode.NONE:
             logger.info("steps are not captured: each layer is looked at (VLLM_DEBUG_NAN)")
 
     def _capture_all(self, sizes: Sequence[int]) -> None:
         began = time.monotonic()
+        left_out: dict[type, tuple[str, list[int]]] = {}
         for size in reversed(sizes):
             try:
-                self.steps[size] = self._capture(size)
+                self.steps[size] = self._capture_around(size)
             except NotCapturable as obstacle:
-                logger.warning("steps are not captured: %s", obstacle)
-                break
-            except (MemoryError, torch.OutOfMemoryError) as error:
-                if self.runner.vllm_config.parallel_config.world_size > 1:
-                    raise
-                logger.warning("steps of %d rows are not captured, memory is short: %s", size, error)
+                left_out.setdefault(type(obstacle), (str(obstacle), []))[1].append(size)
+            gc.collect()  # frames that an exception holds, and the memory that they hold
+        for why, without in left_out.values():
+            logger.warning("steps of %s rows are not captured: %s", " ".join(map(str, sorted(without))), why)
         if not self.steps:
             return
         one = self.steps[min(self.steps)]
-        self.is_whole = one.num_pieces == 1
+        self.is_whole = all(step.num_pieces == 1 for step in self.steps.values())
         logger.info(
             "captured steps of %s rows in %.1f s, %.1f MiB%s",
             " ".join(map(str, sorted(self.steps))),
@@ -297,9 +321,10 @@ class StepGraphs:
         runner = self.runner
         limit = runner.vllm_config.scheduler_config.max_num_batched_tokens
         limit = min(limit, self.max_num_seqs) if self.decode_only else limit
-        if is_host(runner.device) and (launched := self._not_seen()):
-            logger.warning("steps are not captured: %s run(s) by kernels that a recording does not see", launched)
-            return []
+        if is_host(runner.device) and (launched := self._not_seen() - self.eager_operators):
+            text = "%s run eagerly between the pieces of captured steps: a recording does not see their kernels"
+            logger.warning(text, sorted(launched))
+            self.eager_operators |= launched
         least = min(runner.builders.values(), key=lambda builder: builder.cudagraph_support)
         support = least.cudagraph_support
         if support is AttentionCGSupport.NEVER:
@@ -316,10 +341,25 @@ class StepGraphs:
         return [size for size in self.wanted_sizes() if size <= limit]
 
     @staticmethod
-    def _not_seen() -> str:
+    def _not_seen() -> set[str]:
         """The operators that are neither C++ kernels nor torch's operations on the host: Triton's, interpreted."""
-        seen = ("cpu", "reference")
-        return ", ".join(name for name, choice in choose("cpu").items() if choice.implementation not in seen)
+        return {name for name, choice in choose("cpu").items() if choice.implementation not in ("cpu", "reference")}
+
+    def _capture_around(self, size: int) -> CapturedStep:
+        """The step of ``size`` rows, with the operators that cannot be captured called between its pieces."""
+        while True:
+            try:
+                return self._capture(size)
+            except NotCapturable as obstacle:
+                if not obstacle.operator or obstacle.operator in self.eager_operators:
+                    raise
+                self.eager_operators.add(obstacle.operator)
+                logger.warning("%s runs eagerly between the pieces of captured steps: %s", obstacle.operator, obstacle)
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                if get_world_group().world_size > 1:
+                    raise  # outside of what is recorded, where the other ranks go on
+                raise ShortOfMemory(f"memory is short: {error}") from error
+            gc.collect()
 
     def _capture(self, size: int) -> CapturedStep:
         first, second, third = self._trials(size)
@@ -341,16 +381,26 @@ class StepGraphs:
         """On a device one pass runs eagerly, on the stream of captures, and the other is captured."""
         layer, set_layer = lambda: forward_context.get_place().layer, forward_context.set_current_layer
         if isinstance(self.pool, DevicePool):
-            return DeviceRecorder(self.pool, layer, set_layer, captures)
-        return Recorder(self.pool, layer, set_layer)
+            return DeviceRecorder(self.pool, layer, set_layer, captures, self.eager_operators)
+        return Recorder(self.pool, layer, set_layer, self.eager_operators)
 
     def _record(
         self, size: int, trial: Trial, captures: bool = True
     ) -> tuple[Sequence[Call], Any, torch.Tensor, dict[str, Any]]:
         recorder = self._recorder(captures)
         inputs, context = self._prepare(size, trial)
-        with context, recorder.recording():
-            hidden_states = self.runner.model(inputs.input_ids, inputs.positions)
+        is_whole, obstacle = False, None
+        try:
+            with context, recorder.recording():
+                hidden_states = self.runner.model(inputs.input_ids, inputs.positions)
+                is_whole = True
+        except NotCapturable as error:
+            obstacle = NotCapturable(str(error), error.operator)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            if not is_whole:
+                raise
+            obstacle = ShortOfMemory(f"memory is short: {error}")
+        raise_on_all_ranks(obstacle)
         calls, kept = recorder.take_over()
         hidden_states = self.pool.alias(hidden_states)
         if not self.pool.is_free:
@@ -417,8 +467,9 @@ class StepGraphs:
         )
         # Requests share no block where there are enough of them.
         table = np.zeros((requests, runner.input_batch.block_table.max_blocks), dtype=np.int32)
-        order = rng.permutation(cache.num_blocks - 1) + 1
         columns = -(-trial.seq_lens // cache.block_size)
+        # among the first blocks: what no request has used yet takes no memory of the host's
+        order = rng.permutation(min(cache.num_blocks - 1, 2 * int(columns.sum()) + 8)) + 1
         for row, count in enumerate(columns):
             table[row, :count] = np.resize(np.roll(order, -int(columns[:row].sum())), count)
         of_token = np.repeat(np.arange(requests), trial.scheduled)
@@ -450,6 +501,17 @@ class StepGraphs:
         return inputs, runner.forward_context(plan, inputs.common)
 
 
+def raise_on_all_ranks(obstacle: NotCapturable | None) -> None:
+    """What keeps one rank from capturing a step keeps all: they have the same captured sizes, and may replay any.
+
+    Each calls this at the end of its pass, in whose collectives the others wait.
+    """
+    world = get_world_group()
+    for rank, found in enumerate(world.all_gather_object(obstacle)):
+        if found is not None:
+            raise type(found)(f"{found} (rank {rank})" if world.world_size > 1 else str(found), found.operator)
+
+
 def compare(one: Sequence[Call], two: Sequence[Call], size: int) -> None:
     """Raise ``CaptureError``, naming operator, argument and both values, where two recordings differ: then a value or
     an address of one batch went into them."""
@@ -468,8 +530,13 @@ def compare(one: Sequence[Call], two: Sequence[Call], size: int) -> None:
         raise CaptureError(f"capturing {size} rows: {len(one)} calls with one batch, {len(two)} with another")
 
 
-def tensors_held(model: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    """What of the model's modules is a tensor, or holds some: its owner's dict, its name in there, itself."""
+# A tensor's owner's dict, its name in there, itself.
+Held = tuple[dict[str, Any], str, Any]
+
+
+def tensors_held(model: torch.nn.Module) -> tuple[list[Held], list[Held]]:
+    """What of the model's modules is a tensor, or holds some: the attributes of layers, which say when they change, and
+    all others."""
 
     def is_one(held: Any) -> bool:
         parts: Iterable[Any] = ()
@@ -479,8 +546,13 @@ def tensors_held(model: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]
             parts = vars(held).values()
         return isinstance(held, torch.Tensor) or any(map(is_one, parts))
 
-    owners = [of for m in model.modules() for of in (vars(m), m._parameters, m._buffers)]
-    return [(owner, name, held) for owner in owners for name, held in owner.items() if is_one(held)]
+    told: list[Held] = []
+    apart: list[Held] = []
+    for module in model.modules():
+        for owner in (vars(module), module._parameters, module._buffers):
+            found = told if isinstance(module, Layer) and owner is vars(module) else apart
+            found += [(owner, name, held) for name, held in owner.items() if is_one(held)]
+    return told, apart
 
 
 def _tensors(inputs: ModelInputs) -> dict[str, torch.Tensor]:

@@ -19,16 +19,15 @@ import dataclasses
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vllm.compilation import recording
-from vllm.compilation.recording import Call, CaptureError, NotCapturable
+from vllm.compilation.recording import Call, CaptureError, NotCapturable, PassRecorder
 from vllm.platforms import Platform
 
 GRAPH = "graph"
@@ -95,29 +94,36 @@ class DevicePool:
         return self.made[key][1] if (key := id_of(tensor)) in self.made else None
 
 
-class DeviceRecorder(TorchDispatchMode):
-    """See ``recording.Recorder``. With ``captures`` the pass becomes graphs, else it runs eagerly."""
+class DeviceRecorder(PassRecorder):
+    """See ``recording.PassRecorder``. With ``captures`` the pass becomes graphs, else it runs eagerly."""
+
+    pool: DevicePool
 
     def __init__(
-        self, pool: DevicePool, layer: Callable[[], str], set_layer: Callable[[str], None], captures: bool
+        self,
+        pool: DevicePool,
+        layer: Callable[[], str],
+        set_layer: Callable[[str], None],
+        captures: bool,
+        eager: Collection[str] = (),
     ) -> None:
-        super().__init__()
-        self.pool, self.captures, self.calls, self.is_paused = pool, captures, list[Call](), False
-        self._layer, self._set_layer = layer, set_layer
+        super().__init__(pool, layer, set_layer, eager)
+        self.captures = captures
         self._kept: dict[int, Any] = {}
         self._graphs = list[Any]()
         self._graph: Any = None
         self._pending = list[tuple[torch.Tensor, torch.Tensor]]()
         self._count = self._first = 0
-        self._operator = "the model"
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Around the pass, and inside ``without_garbage``.
 
         Raises:
-            NotCapturable: something in the pass waits for the device, or cannot be in a graph.
-            torch.OutOfMemoryError: neither memory nor graphs of this pass are left then.
+            NotCapturable: something in the pass waits for the device, once the pass has ended; or cannot be in a graph,
+                at once.
+            torch.OutOfMemoryError: once the pass has ended, unless it is short of memory without graphs too. Neither
+                memory nor graphs of this pass are left then.
         """
         assert recording.active is None, "a pass is recorded already"
         module, device, stream = self.pool.module, self.pool.device, self.pool.stream
@@ -131,18 +137,20 @@ class DeviceRecorder(TorchDispatchMode):
                     with _launches(self), self:
                         yield
                     self._end()
+                    if self.obstacle is not None:
+                        raise self.obstacle
                 except BaseException as error:
-                    was_capturing = self._graph is not None
+                    was_capturing, where = self._graph is not None, self._where()
                     self._give_up()
                     if not isinstance(error, RuntimeError) or isinstance(
                         error, (CaptureError, NotCapturable, torch.OutOfMemoryError)
                     ):
                         raise
-                    if any(sign in str(error) for sign in _SHORT_OF_MEMORY):
+                    if _is_short(error):
                         raise torch.OutOfMemoryError(str(error)) from error
                     if not was_capturing:
                         raise
-                    raise NotCapturable(f"{self._where()}: {error}") from error
+                    raise NotCapturable(f"{where}: {error}", self.running) from error
         finally:
             recording.active = None
         module.current_stream(device).wait_stream(stream)
@@ -151,17 +159,25 @@ class DeviceRecorder(TorchDispatchMode):
         """The calls, and what must live as long as they may be made."""
         return self.calls, [*self._kept.values(), *self._graphs]
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as in recording.Recorder
-
     # --- graphs ---------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         self._first = len(self.calls)
         if self.captures:
-            self._graph = self.pool.begin_graph()
-            self._graphs.append(self._graph)
+            try:
+                self._graph = self.pool.begin_graph()
+            except RuntimeError as error:
+                if not _is_short(error):
+                    raise
+                self.stop(torch.OutOfMemoryError(str(error)))
+            else:
+                self._graphs.append(self._graph)
+
+    def stop(self, obstacle: Exception) -> None:
+        """What was captured so far is computed: the rest of the pass runs on it, eagerly."""
+        super().stop(obstacle)
+        self._end()
+        self.captures = False
 
     def _end(self) -> None:
         graph, is_empty = self._graph, len(self.calls) == self._first
@@ -190,9 +206,8 @@ class DeviceRecorder(TorchDispatchMode):
         self._graphs.clear()
         self.pool.module.empty_cache()
 
-    def outside(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """``function`` of these arguments, which is called between two graphs in every replay as well."""
-        name, layer = getattr(function, "__qualname__", repr(function)), self._layer()
+    def outside(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], name: str) -> Any:
+        layer = self._layer()
         given = self._described((args, kwargs))
         self.is_paused = True
         try:
@@ -202,9 +217,8 @@ class DeviceRecorder(TorchDispatchMode):
             known = {id_of(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
             made = [x if self._is_here(x) and id_of(x) not in known else None for x in tree_leaves(result)]
             self._begin()
+            static = self._static(made)
             if self.captures:
-                # Memory that the next graph knows of, and that is free before it: written before each of its replays.
-                static = [None if x is None else self._empty_like(x) for x in made]
                 self._pending = [
                     (to, x) for to, x in zip(static, made, strict=True) if to is not None and x is not None
                 ]
@@ -216,7 +230,7 @@ class DeviceRecorder(TorchDispatchMode):
                     self._note(x)
             targets = self._frozen(made)
         finally:
-            self.is_paused = False
+            self.is_paused = self.obstacle is not None
 
         def replay() -> None:
             self._set_layer(layer)
@@ -231,6 +245,14 @@ class DeviceRecorder(TorchDispatchMode):
     def _frozen(self, values: Any) -> Any:
         return tree_map(lambda x: self.pool.alias(x) if isinstance(x, torch.Tensor) else x, values)
 
+    def _static(self, made: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Memory that the running graph knows of, and that is free before it: written before each of its replays."""
+        try:
+            return [None if x is None else self._empty_like(x) for x in made] if self.captures else []
+        except torch.OutOfMemoryError as error:
+            self.stop(torch.OutOfMemoryError(str(error)))
+            return []
+
     @staticmethod
     def _empty_like(x: torch.Tensor) -> torch.Tensor:
         """Not filled: the graph would fill it again after it was written."""
@@ -243,11 +265,9 @@ class DeviceRecorder(TorchDispatchMode):
 
     # --- what the device is given -----------------------------------------------------------------------------------
 
-    def operator(self, name: str, args: Any) -> None:
-        """Operator ``name`` of ``kernels.ops`` is about to run."""
+    def _note_operator(self, name: str, args: Sequence[Any]) -> None:
         if not self.is_paused:
-            self._operator = name
-            self._add(name, self._described(args))
+            self._add(name, self._described(args[1:]))
 
     def launch(self, name: str, arguments: Any) -> None:
         """Triton's kernel ``name`` is about to be launched."""
@@ -260,10 +280,18 @@ class DeviceRecorder(TorchDispatchMode):
             return func(*args, **kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         is_here = any(self._is_here(x) for x in tensors)
-        self._refuse(func, args, kwargs)
+        if (brings := self._brings(func, args, kwargs)) is not None:
+            self.refuse(f"{func} brings {brings}")
+            return func(*args, **kwargs)
         given = self._described((args, kwargs))
         known = {id_of(x) for x in tensors}
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            if not self.captures:
+                raise
+            self.stop(torch.OutOfMemoryError(str(error)))
+            return func(*args, **kwargs)
         made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor) and self._is_here(x)]
         new = [x for x in made if id_of(x) not in known]
         for x in new:
@@ -273,8 +301,8 @@ class DeviceRecorder(TorchDispatchMode):
             self._add(str(func), given)
         return result
 
-    def _refuse(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Raise ``NotCapturable`` where the host would wait for the device."""
+    def _brings(self, func: Any, args: Any, kwargs: Any) -> str | None:
+        """What goes from the device to the host or back, where the host would wait for it."""
         packet, sized = func.overloadpacket, False
         if packet in _SIZED_BY_VALUES:
             sized = self._is_here(args[0])
@@ -284,24 +312,21 @@ class DeviceRecorder(TorchDispatchMode):
             indices = [x for x in args[1] if x is not None]
             sized = any(not self._is_here(x) or x.dtype in (torch.bool, torch.uint8) for x in indices)
         elif packet is _aten.copy_:
-            self._refuse_copy(func, args[1], args[0].device)
+            return self._copies(args[1], args[0].device)
         elif packet in (_aten.to, _aten._to_copy):
-            for x in (*args[1:], *kwargs.values()):
-                if isinstance(x, (torch.device, torch.Tensor)):
-                    self._refuse_copy(func, args[0], x if isinstance(x, torch.device) else x.device)
-        if sized:
-            raise NotCapturable(f"{func} brings a value of the step to the host in {self._where()}")
+            targets = [x for x in (*args[1:], *kwargs.values()) if isinstance(x, (torch.device, torch.Tensor))]
+            devices = [x if isinstance(x, torch.device) else x.device for x in targets]
+            return next((found for device in devices if (found := self._copies(args[0], device))), None)
+        return "a value of the step to the host" if sized else None
 
-    def _refuse_copy(self, func: Any, source: torch.Tensor, to: torch.device) -> None:
+    def _copies(self, source: torch.Tensor, to: torch.device) -> str | None:
         if self._is_here(source) and to.type != self.pool.device.type:
-            raise NotCapturable(f"{func} brings values of the step to the host in {self._where()}")
+            return "values of the step to the host"
         if not self._is_here(source) and to.type == self.pool.device.type and source.dim():
-            raise NotCapturable(f"{func} brings values of the host to the device in {self._where()}")
+            return "values of the host to the device"
+        return None
 
     # --- how it is told -----------------------------------------------------------------------------------------------
-
-    def _where(self) -> str:
-        return f"{self._operator} of {self._layer() or 'the model'}"
 
     def _is_here(self, x: Any) -> bool:
         return isinstance(x, torch.Tensor) and x.device.type == self.pool.device.type
@@ -336,6 +361,10 @@ class DeviceRecorder(TorchDispatchMode):
             self._kept[id_of(tensor)] = storage
             return tensor.data_ptr()
         return f"made as number {number}", tensor.data_ptr() - storage.data_ptr()
+
+
+def _is_short(error: RuntimeError) -> bool:
+    return any(sign in str(error) for sign in _SHORT_OF_MEMORY)
 
 
 def id_of(tensor: torch.Tensor) -> int:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import functools
 import gc
+import textwrap
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -28,9 +29,8 @@ _FILL = "fill_uninitialized_memory"
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _aten = torch.ops.aten
-# What only makes memory; what makes no call necessary; what brings a tensor's value to the host.
+# What only makes memory; what brings a tensor's value to the host.
 EMPTY = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
-_NOTHING = {_aten.lift_fresh, _aten.detach_}  # of a tensor made from the host's values, whose address tells on it
 TO_HOST = {
     _aten._local_scalar_dense,
     _aten.item,
@@ -49,7 +49,12 @@ class CaptureError(RuntimeError):
 
 
 class NotCapturable(RuntimeError):
-    """A step asks the host in its middle, so that it cannot be captured."""
+    """A step asks the host in its middle, so that it cannot be captured. ``operator``: the one of ``kernels.ops`` that
+    does so; empty where it is the model itself."""
+
+    def __init__(self, text: str, operator: str = "") -> None:
+        super().__init__(text)
+        self.operator = operator
 
 
 class MemoryPool:
@@ -62,6 +67,7 @@ class MemoryPool:
     def __init__(self) -> None:
         self._slabs: list[np.ndarray] = []
         self._free: list[list[tuple[int, int]]] = []  # of each slab, (offset, size) in order of offsets
+        self.constants: dict[Any, torch.Tensor] = {}  # as ``described`` → tensors of the host's values, outside
 
     @property
     def nbytes(self) -> int:
@@ -69,6 +75,11 @@ class MemoryPool:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return any(0 <= tensor.data_ptr() - slab.ctypes.data < slab.nbytes for slab in self._slabs)
+
+    @staticmethod
+    def described(tensor: torch.Tensor) -> tuple[Any, ...]:
+        """Its values, shape and dtype."""
+        return str(tensor.tolist()), tuple(tensor.shape), tensor.dtype
 
     def empty(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Contents undefined."""
@@ -152,19 +163,77 @@ def without_garbage() -> Iterator[None]:
             gc.enable()
 
 
-class Recorder(TorchDispatchMode):
-    """The calls of the pass that runs while it is ``active``; ``layer`` says where the pass is."""
+class PassRecorder(TorchDispatchMode):
+    """What looks at a pass, on the host or on a device; ``layer`` says where the pass is, ``eager`` which operators of
+    ``kernels.ops`` are called between the pieces.
 
-    def __init__(self, pool: MemoryPool, layer: Callable[[], str], set_layer: Callable[[str], None]) -> None:
+    An ``obstacle`` ends the recording and not the pass: other ranks wait in the collectives that are to come.
+    """
+
+    def __init__(
+        self, pool: Any, layer: Callable[[], str], set_layer: Callable[[str], None], eager: Collection[str] = ()
+    ) -> None:
         super().__init__()
         self.pool, self.calls, self.is_paused = pool, list[Call](), False
+        self.running = ""  # an operator of ``kernels.ops``
+        self.obstacle: Exception | None = None
+        self._layer, self._set_layer, self._eager = layer, set_layer, eager
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler for it, whose first call keeps the frames that it looked at
+
+    def stop(self, obstacle: Exception) -> None:
+        """The rest of the pass runs unseen; ``recording`` raises ``obstacle`` at its end."""
+        self.obstacle, self.is_paused = obstacle, True
+
+    def refuse(self, why: str) -> None:
+        self.stop(NotCapturable(f"{why} in {self._where()}", self.running))
+
+    def operator(self, name: str, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """``function`` of ``args``, the first of them ``name``, which runs this operator of ``kernels.ops``."""
+        self.running = name
+        if name in self._eager and not self.is_paused:
+            result = self.outside(function, args, {}, name)
+        else:
+            self._note_operator(name, args)
+            result = function(*args)
+        self.running = ""  # not where it raises: that is where the pass ends
+        return result
+
+    def outside(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], name: str) -> Any:
+        """``function`` of these arguments, which is called in every replay as well."""
+        raise NotImplementedError
+
+    def _note_operator(self, name: str, args: Sequence[Any]) -> None:
+        """It is about to run; what it calls is seen."""
+
+    def _where(self) -> str:
+        layer = self._layer() or "the model"
+        return f"{self.running} of {layer}" if self.running else layer
+
+
+class Recorder(PassRecorder):
+    """The calls of the pass that runs while it is ``active``, on the host."""
+
+    pool: MemoryPool
+
+    def __init__(
+        self, pool: MemoryPool, layer: Callable[[], str], set_layer: Callable[[str], None], eager: Collection[str] = ()
+    ) -> None:
+        super().__init__(pool, layer, set_layer, eager)
         self._kept: list[Any] = []
-        self._layer, self._set_layer = layer, set_layer
+        self._constants: list[tuple[Call, torch.Tensor]] = []
         self._stand_in: Any = None
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Around the pass, and inside ``without_garbage``."""
+        """Around the pass, and inside ``without_garbage``.
+
+        Raises, once the pass has ended:
+            NotCapturable: something in it reads a value of the step on the host.
+            MemoryError: the pool could not grow.
+        """
         global active
         assert active is None, "a pass is recorded already"
         active = self
@@ -173,17 +242,18 @@ class Recorder(TorchDispatchMode):
                 yield
         finally:
             active = None
+        for call, tensor in self._constants:
+            if self.pool.described(tensor) != call.given:
+                self.pool.constants.pop(call.given, None)
+                where = call.layer or "the model"
+                values = textwrap.shorten(call.given[0], 80)
+                self.stop(NotCapturable(f"a tensor of the host's values {values} is written to in {where}"))
+        if self.obstacle is not None:
+            raise self.obstacle
 
     def take_over(self) -> tuple[list[Call], list[Any]]:
         """The calls, and what must live as long as they may be made."""
         return self.calls, self._kept
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import its compiler for it, whose first call keeps the frames that it looked at
-
-    def operator(self, name: str, args: Any) -> None:
-        """Operator ``name`` of ``kernels.ops`` is about to run; what it calls is seen."""
 
     # --- the C++ kernels ------------------------------------------------------------------------------------------
 
@@ -207,12 +277,15 @@ class Recorder(TorchDispatchMode):
         if self.is_paused:
             return func(*args, **kwargs)
         packet = func.overloadpacket
-        if packet in _NOTHING:
+        if packet is _aten.lift_fresh:  # of memory that torch has just made, or of somebody's
+            return self._constant(args[0]) if args[0].untyped_storage().resizable() else args[0]
+        if packet is _aten.detach_:  # of what was just lifted
             return func(*args, **kwargs)
         if packet in TO_HOST or (
             packet is _aten.index and any(x is not None and x.dtype is torch.bool for x in args[1])
         ):
-            raise NotCapturable(f"{func} brings a value of the step to the host (in {self._layer() or 'the model'})")
+            self.refuse(f"{func} brings a value of the step to the host")
+            return func(*args, **kwargs)
         result = func(*args, **kwargs)
         if _may_be_view(func) and _storage(result) == _storage(args[0]):  # it shows where it is used
             return result
@@ -227,9 +300,7 @@ class Recorder(TorchDispatchMode):
             return self._computed(str(func), given, call, result, mine)
         return result
 
-    def outside(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """``function`` of these arguments, which is called in every replay as well."""
-        name = getattr(function, "__qualname__", repr(function))
+    def outside(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], name: str) -> Any:
         given, layer = _described((name, args, kwargs)), self._layer()
         frozen_args, frozen_kwargs = self._frozen(list(args)), self._frozen(kwargs)
         given_leaves, frozen_leaves = tree_leaves((args, kwargs)), tree_leaves((frozen_args, frozen_kwargs))
@@ -250,7 +321,15 @@ class Recorder(TorchDispatchMode):
             made = self._computed(name, given, call, result, mine)
             return tree_map(lambda x: originals.get(id(x), x) if isinstance(x, torch.Tensor) else x, made)
         finally:
-            self.is_paused = False
+            self.is_paused = self.obstacle is not None
+
+    def _constant(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, which was made of the host's values: the same one in each recording that has these values."""
+        given = self.pool.described(tensor)
+        kept = self.pool.constants.setdefault(given, tensor)
+        self.calls.append(Call("torch.tensor", self._layer(), given))
+        self._constants.append((self.calls[-1], kept))
+        return kept
 
     # --- how they are kept ----------------------------------------------------------------------------------------
 
@@ -283,7 +362,11 @@ class Recorder(TorchDispatchMode):
         ]
 
     def _pooled(self, tensor: torch.Tensor, copy: bool = True) -> torch.Tensor:
-        pooled = self.pool.empty(tensor.shape, tensor.stride(), tensor.dtype)
+        try:
+            pooled = self.pool.empty(tensor.shape, tensor.stride(), tensor.dtype)
+        except MemoryError as error:
+            self.stop(MemoryError(str(error)))
+            return tensor
         # As torch fills what it makes where that is asked for, NaN included.
         return pooled.copy_(tensor) if copy or memory_is_filled() else pooled
 
@@ -348,6 +431,6 @@ def outside(method: _F) -> _F:
     def call(*args: Any, **kwargs: Any) -> Any:
         if active is None or active.is_paused:
             return method(*args, **kwargs)
-        return active.outside(method, args, kwargs)
+        return active.outside(method, args, kwargs, method.__qualname__)
 
     return cast(_F, call)

@@ -33,7 +33,10 @@ class CompilationConfig:
     def __post_init__(self) -> None:
         sizes = self.cudagraph_capture_sizes
         if any(size < 1 for size in sizes) or list(sizes) != sorted(set(sizes)):
-            raise ValueError(f"cudagraph_capture_sizes={list(sizes)}: give distinct ascending counts from 1 up")
+            raise ValueError(
+                f"cudagraph_capture_sizes={list(sizes)}: give distinct ascending numbers of rows from 1 up, such as "
+                "[1, 2, 4]; enforce_eager=True switches captured steps off"
+            )
 
     def padded_size(self, num_tokens: int) -> int:
         """The smallest capture size that holds ``num_tokens``; ``num_tokens`` itself where none does."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from vllm.config.cache import CacheConfig
-from vllm.config.compilation import CompilationConfig
+from vllm.config.compilation import CompilationConfig, CUDAGraphMode
 from vllm.config.model import ModelConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.scheduler import SchedulerConfig
@@ -30,4 +30,14 @@ class VllmConfig:
                 f"max_num_batched_tokens={scheduler.max_num_batched_tokens} is below max_model_len="
                 f"{model.max_model_len} and chunked prefill is off: a long prompt could never run; raise the former, "
                 "lower the latter or set enable_chunked_prefill=True"
+            )
+        graphs = self.compilation_config
+        name = "max_num_batched_tokens"
+        if graphs.cudagraph_mode is CUDAGraphMode.FULL_DECODE_ONLY:
+            name = "max_num_seqs"
+        most = getattr(scheduler, name)
+        if too_large := [size for size in graphs.cudagraph_capture_sizes if size > most]:
+            raise ValueError(
+                f"cudagraph_capture_sizes {too_large}: no step has more rows than {name}={most}; leave them out, or "
+                f"raise {name}"
             )

@@ -446,15 +446,23 @@ class EngineArgs:
                 raise NotImplementedError(f"compilation_config={given!r}: models are not compiled; leave it out")
             supported = [f.name for f in dataclasses.fields(CompilationConfig)]
             for key in given:
+                if key in _COMPILED.split():
+                    raise NotImplementedError(f"compilation_config has {key!r}: models are not compiled; leave it out")
                 if key not in supported:
-                    raise NotImplementedError(
-                        f"compilation_config has {key!r}, which is not supported; known: {', '.join(supported)}"
+                    raise ValueError(
+                        f"compilation_config has {key!r}, which is unknown{nearest(key, supported)}; known: "
+                        f"{', '.join(supported)}"
                     )
             config = CompilationConfig(
-                _graph_mode(given.get("cudagraph_mode")), tuple(given.get("cudagraph_capture_sizes") or ())
+                _graph_mode(given.get("cudagraph_mode")), _capture_sizes(given.get("cudagraph_capture_sizes"))
             )
-        if self.cudagraph_capture_sizes is not None:
-            config = dataclasses.replace(config, cudagraph_capture_sizes=tuple(self.cudagraph_capture_sizes))
+        if sizes := _capture_sizes(self.cudagraph_capture_sizes):
+            if config.cudagraph_capture_sizes not in ((), sizes):
+                raise ValueError(
+                    f"cudagraph_capture_sizes={list(sizes)}, but {list(config.cudagraph_capture_sizes)} in "
+                    "compilation_config: give one of them"
+                )
+            config = dataclasses.replace(config, cudagraph_capture_sizes=sizes)
         if self.enforce_eager:
             config = dataclasses.replace(config, cudagraph_mode=CUDAGraphMode.NONE)
         return config
@@ -478,6 +486,8 @@ class EngineArgs:
                 how = {"action": argparse.BooleanOptionalAction}
             elif f.name in _COUNTS:
                 how = {"metavar": "COUNT"}
+            elif f.name == "cudagraph_capture_sizes":
+                how = {"type": json.loads, "metavar": "ROWS", "nargs": "+"}
             elif (kinds[0] in (int, float, str) and len(kinds) == 1) or f.name == "dtype":
                 how = {"type": kinds[0], "metavar": kinds[0].__name__}
             group.add_argument(*names, default=default, help=texts.get(f.name), **how)
@@ -535,11 +545,32 @@ _SHORT = {
 }
 
 
+# Keys of upstream's compilation_config that have to do with its compiler and its passes.
+_COMPILED = """mode level backend custom_ops ir_enable_torch_wrap splitting_ops compile_mm_encoder cudagraph_mm_encoder
+    compile_sizes compile_ranges_split_points compile_ranges_endpoints inductor_compile_config inductor_passes
+    use_inductor use_inductor_graph_partition cudagraph_num_of_warmups cudagraph_copy_inputs use_cudagraph
+    cudagraph_specialize_lora full_cuda_graph max_cudagraph_capture_size pass_config cache_dir debug_dump_path
+    compile_cache_save_format dynamic_shapes_config fast_moe_cold_start"""
+
+
+def _capture_sizes(given: Any) -> tuple[int, ...]:
+    if given is None:
+        return ()
+    if isinstance(given, (list, tuple)) and len(given) == 1 and isinstance(given[0], list):
+        given = given[0]  # one word of JSON on the command line
+    is_list = isinstance(given, (list, tuple, range))
+    if not is_list or any(isinstance(size, bool) or not hasattr(size, "__index__") for size in given):
+        raise ValueError(f"cudagraph_capture_sizes={given!r}: give a list of whole numbers of rows, such as [1, 2, 4]")
+    return tuple(operator.index(size) for size in given)
+
+
 def _graph_mode(mode: Any) -> CUDAGraphMode | None:
     if mode is None:
         return None
     name = mode.upper() if isinstance(mode, str) else getattr(mode, "name", str(mode))
     if name not in CUDAGraphMode.__members__:
         known = ", ".join(CUDAGraphMode.__members__)
-        raise NotImplementedError(f"cudagraph_mode={mode!r} is not supported; known: {known}")
+        raise ValueError(
+            f"cudagraph_mode={mode!r} is unknown{nearest(name, CUDAGraphMode.__members__)}; known: {known}"
+        )
     return CUDAGraphMode[name]

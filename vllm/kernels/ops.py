@@ -25,8 +25,8 @@ from vllm.kernels.weights import GDNWeights, PackedExperts, PackedWeight
 
 
 def _run(operator: str, x: Tensor, *args: Any) -> Any:
-    if recording.active is not None:
-        recording.active.operator(operator, (x, *args))
+    if (recorder := recording.active) is not None and not recorder.running:
+        return recorder.operator(operator, _run, (operator, x, *args))
     choice = choose("cpu" if x.is_cpu else x.device.type)[operator]
     try:
         return choice.function(x, *args)
@@ -47,8 +47,8 @@ def _run_packed(operator: str, packed: PackedWeight | PackedExperts | QuantizedW
     packed = next((weight for weight in quantised if weight.kind != "plain"), packed)
     if packed.kind == "plain":
         return _run(operator, x, *args)
-    if recording.active is not None:
-        recording.active.operator(operator, (x, *args))
+    if (recorder := recording.active) is not None and not recorder.running:
+        return recorder.operator(operator, _run_packed, (operator, packed, x, *args))
     module = _packer(packed.kind)
     unpack = getattr(module, "unpack_quantized_weight", None) if isinstance(packed, QuantizedWeight) else None
     if unpack is None:

@@ -9,10 +9,11 @@ then a thread stands for the device (:class:`ThreadStream`).
 from __future__ import annotations
 
 import atexit
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import SimpleQueue
 from typing import Any, overload
 
@@ -60,7 +61,8 @@ class Stream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.is_late = device, not is_host(device)
+        self.device, self.is_host = device, is_host(device)
+        self.is_late = not self.is_host
 
     def launch(self, work: Callable[[], Any]) -> None:
         work()
@@ -150,6 +152,9 @@ def _end(queue: SimpleQueue[Any], thread: threading.Thread) -> None:
         thread.join(_LAST_WORK_S)
 
 
+_AT_ONCE = nullcontext()
+
+
 class Staging:
     """Which of ``num_sets`` sets of memory a step's inputs are written to.
 
@@ -164,12 +169,12 @@ class Staging:
         self.num_sets, self.current = max(len(self._copied), 1), 0
         self.is_open = not self._copied
 
-    @contextmanager
-    def filling(self) -> Iterator[None]:
+    def filling(self) -> AbstractContextManager[None]:
         """Around all that is written in one step, and the launch of its copies."""
-        if not self._copied:
-            yield
-            return
+        return self._taking_turns() if self._copied else _AT_ONCE
+
+    @contextmanager
+    def _taking_turns(self) -> Iterator[None]:
         self.current = (self.current + 1) % self.num_sets
         self._copied[self.current].synchronize()
         self.is_open = True
@@ -178,6 +183,12 @@ class Staging:
         finally:
             self.is_open = False
             self._copied[self.current].record()
+
+
+def _parts_of(tensor: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """Rows (and columns) → the view of so many first ones of ``tensor``, which stays where it is. Making one takes
+    longer than to write what a decode step needs, so the last ones are kept."""
+    return functools.lru_cache(maxsize=64)(lambda *shape: tensor[tuple(map(slice, shape))])
 
 
 class PersistentBuffer:
@@ -194,11 +205,21 @@ class PersistentBuffer:
         self._arrays = [host.numpy() for host in self._hosts]
         self._is_shared = not staging.stream.is_late
         self.device = self._hosts[0] if self._is_shared else self._hosts[0].to(device, copy=True)
+        self._part = _parts_of(self.device)
+        self._host_parts = [self._part] if self._is_shared else [_parts_of(host) for host in self._hosts]
 
     @property
     def host(self) -> torch.Tensor:
         """What this step wrote (by ``fill_columns``: side by side); it stays so until the second step after it."""
         return self._hosts[self.staging.current]
+
+    def rows(self, num_rows: int) -> torch.Tensor:
+        """The device's view of rows [0, num_rows)."""
+        return self._part(num_rows)
+
+    def host_rows(self, num_rows: int) -> torch.Tensor:
+        """``host``, rows [0, num_rows)."""
+        return self._host_parts[self.staging.current](num_rows)
 
     @property
     def array(self) -> np.ndarray:
@@ -226,7 +247,7 @@ class PersistentBuffer:
         assert num_unpadded <= num_padded <= len(array), (
             f"{num_unpadded} rows, {num_padded} padded rows, {len(array)} rows in the buffer"
         )
-        target = self.device[:num_padded, :num_columns]
+        target = self._part(num_padded, num_columns)
         if self._is_shared:
             written = array[:num_padded, :num_columns]
         else:  # side by side: a copy of pieces would go through memory that is not pinned, and the host wait for it
@@ -240,8 +261,9 @@ class PersistentBuffer:
 
     def upload(self, num_rows: int) -> torch.Tensor:
         """The device's view of rows [0, num_rows), as ``array`` has them."""
-        target, source = self.device[:num_rows], self.host[:num_rows]
+        target = self._part(num_rows)
         if not self._is_shared:
+            source = self.host_rows(num_rows)
             self.staging.stream.launch(lambda: target.copy_(source, non_blocking=True))
         return target
 
@@ -253,7 +275,7 @@ class HostCopies:
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._event: Any = None
-        self._are_pending = stream.is_late and is_host(stream.device)  # there all results are the thread's
+        self._are_pending = stream.is_late and stream.is_host  # there all results are the thread's
 
     @overload
     def add(self, tensor: torch.Tensor) -> torch.Tensor: ...
@@ -262,7 +284,7 @@ class HostCopies:
 
     def add(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
         """The host's copy, not to be read before ``wait``; None of None."""
-        if tensor is None or is_host(self._stream.device):
+        if tensor is None or self._stream.is_host:
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         host.copy_(tensor, non_blocking=True)

@@ -25,7 +25,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.input_buffers import InputBuffers, PersistentBuffer
 
 ENDS_A_STEP = "event in v1/transfers.py:wait"
-BEFORE_A_FILL = "event in v1/transfers.py:filling"
+BEFORE_A_FILL = "event in v1/transfers.py:_taking_turns"
 
 
 def generate(llm: Any, prompts: list[tuple[int, ...]], params: SamplingParams) -> list[Any]:
@@ -212,7 +212,7 @@ def test_a_decode_step_copies_what_it_drew_and_no_parameters(
         llm.llm_engine.step()
     llm.shutdown()
     assert there == given
-    assert back == [torch.int64, torch.bool] * 4
+    assert back == [torch.int64, torch.float32] * 4
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3.5-moe"])
@@ -283,7 +283,7 @@ def test_a_device_has_the_next_step_before_the_host_has_the_last_ones_tokens(
         llm.shutdown()
     assert tokens == [models.greedy(name, prompt, 6) for prompt in prompts]
     assert list(waits.values()) == [6]
-    assert others <= {"event in v1/transfers.py:filling"}
+    assert others <= {"event in v1/transfers.py:_taking_turns"}
     assert all(left[:5]), f"the device had nothing to do after a step: {left}"
 
 

@@ -8,8 +8,9 @@ import asyncio
 import contextlib
 import os
 import re
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from vllm import envs
@@ -31,12 +32,29 @@ def _parser(name: str, description: str) -> Parser:
     return parser
 
 
+def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """``asyncio.run`` that hears every Ctrl-C: one that comes between the loop's last look and its wait would show at
+    the next event alone, which may never come. It cancels the coroutine and raises ``KeyboardInterrupt``."""
+
+    async def heard() -> Any:
+        task = asyncio.current_task()
+        assert task is not None
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a process in the background is not to hear it
+            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
+        return await coroutine
+
+    try:
+        return asyncio.run(heard())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+
+
 class _Server:
     def __init__(self, args: argparse.Namespace) -> None:
         self.url, self.is_quick = args.url.rstrip("/"), args.quick is not None
         key = args.api_key or os.environ.get("OPENAI_API_KEY") or envs.VLLM_API_KEY
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self.options: dict[str, Any] = {"model": args.model or asyncio.run(self._first_model()), "stream": True}
+        self.options: dict[str, Any] = {"model": args.model or _run(self._first_model()), "stream": True}
         for name in ("max_tokens", "temperature"):
             if getattr(args, name) is not None:
                 self.options[name] = getattr(args, name)
@@ -67,7 +85,7 @@ class _Server:
                             write(text)
 
         try:
-            asyncio.run(run())
+            _run(run())
         except KeyboardInterrupt:
             if self.is_quick:
                 raise

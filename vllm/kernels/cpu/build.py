@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the CPU kernels of ``csrc`` with the machine's C++ compiler and loads them;
-``python -m vllm.kernels.cpu.build`` builds them ahead of the first use.
+``python -m vllm.kernels.cpu`` builds them ahead of the first use.
 
 The library lies in ``VLLM_CACHE_ROOT`` under a name that is a hash of the sources, the compiler, its flags and the
 processor's features, so that a changed source or another machine never meets an old build. Processes that start
@@ -140,7 +140,3 @@ def load() -> ctypes.CDLL | None:
     except (BuildError, OSError) as error:
         logger.warning("no CPU kernels, plain torch operations run instead (slower): %s", error)
         return None
-
-
-if __name__ == "__main__":
-    print(build())

@@ -6,7 +6,8 @@ All take float32, bfloat16 or float16 and sum in float32. A row's result depends
 nor on its place, nor on the number of threads: bitwise (other implementations promise this within rounding only).
 Shapes that contradict each other are an ``AssertionError`` with both numbers.
 
-``VLLM_CPU_AMX=0`` keeps bfloat16 off the processor's matrix unit, which is used where it is there and passes its test.
+``VLLM_CPU_AMX=0`` keeps bfloat16 off the processor's matrix unit, which is used where it is there and passes its test;
+``VLLM_CPU_BF16_PAIRS=0`` keeps it off AVX512_BF16's products of pairs. Ranks on unlike processors want both.
 """
 
 from __future__ import annotations

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from vllm.kernels import ops
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.parameter import WeightSpec
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Layer):
     """Over the last dimension of x [..., D].
 
     ``zero_centered`` checkpoints store weight − 1 (Qwen3-Next): 1 is added, in fp32, when the weight is loaded.

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
@@ -23,6 +22,7 @@ from vllm.forward_context import set_current_layer
 from vllm.kernels import ops
 from vllm.kernels.quantized import QuantizedWeight, copied, stack_rows, stackable
 from vllm.kernels.weights import PackedWeight
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.step_buffers import buffer_key, step_buffer
 from vllm.model_executor.parameter import WeightSpec
 
@@ -70,7 +70,7 @@ def of_one_tensor(shards: Sequence[Shard], name: str) -> list[Shard]:
     return [Shard(name, full, slice(None) if len(taken) == full[0] else taken, slice(None), 0)]
 
 
-class LinearBase(nn.Module):
+class LinearBase(Layer):
     """x [T, K] → x Wᵀ + b [T, N] over this rank's shards.
 
     Shards that a checkpoint holds in different forms, as one in 16 bits beside quantised ones, are several

@@ -7,17 +7,17 @@ import copy
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from vllm.kernels import ops
 from vllm.logger import init_logger
+from vllm.model_executor.layers.layer import Layer
 from vllm.transformers_utils.config import LENGTH_DEPENDENT
 
 logger = init_logger(__name__)
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding(Layer):
     """Rotates q and k in place by a table of cos | sin, [max_position, rotary_dim] fp32."""
 
     def __init__(self, cos_sin_cache: torch.Tensor) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from torch import nn
 
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
@@ -22,12 +21,13 @@ from vllm.kernels import ops
 from vllm.kernels.quantized import QuantizedWeight, copied, dequantize
 from vllm.kernels.weights import PackedWeight
 from vllm.logger import init_logger
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.parameter import WeightSpec
 
 logger = init_logger(__name__)
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(Layer):
     """Token ids [T] → rows [T, hidden]. A tied ``ParallelLMHead`` reads the same packed weight."""
 
     weight_attributes = ("weight", "packed")

@@ -51,7 +51,7 @@ class CommonAttentionMetadata:
     is_captured: bool = False
 
     def __post_init__(self) -> None:
-        end = int(self.query_start_loc_cpu[-1])
+        end = self.query_start_loc_cpu.tolist()[-1]
         assert end == self.num_actual_tokens, (
             f"query_start_loc ends at {end} but num_actual_tokens={self.num_actual_tokens}: rows from {end} on belong "
             "to no request"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 
@@ -16,14 +17,19 @@ _ROWS_AT_ONCE = 32  # of the bits of a grammar, each of which takes some bytes f
 
 @dataclass(frozen=True)
 class SamplerOutput:
-    """``sampled_token_ids`` [R] int64; ``logprobs_tensors`` of the raw logits, if a row asked; ``nan_rows`` [R] bool:
-    rows whose largest raw logit is not finite, and whose token 0 means nothing; ``undrawable`` [R] bool: other rows of
-    which bans and penalties leave no token with a finite logit (None where no row has any), token 0 again."""
+    """``sampled_token_ids`` [R] int64; ``logprobs_tensors`` of the raw logits, if a row asked; ``largest`` [R] fp32:
+    the largest raw logit, and where it is not finite the token means nothing; ``undrawable`` [R] bool: other rows of
+    which bans and penalties leave no token with a finite logit (None where no row has any), whose token means nothing
+    either."""
 
     sampled_token_ids: torch.Tensor
     logprobs_tensors: LogprobsTensors | None
-    nan_rows: torch.Tensor
+    largest: torch.Tensor
     undrawable: torch.Tensor | None = None
+
+    def nan_rows(self) -> list[bool]:
+        """Rows whose largest raw logit is not finite, once that is on the host."""
+        return [not isfinite(value) for value in self.largest.tolist()]
 
 
 class Sampler:
@@ -35,14 +41,13 @@ class Sampler:
 
     def __call__(self, logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
         """``logits`` [R, V] of any float dtype, not changed. Equal largest logits: the lowest token id is greedy."""
-        largest, token_ids = ops.row_max(logits)
-        nan_rows = (largest - largest).isnan()  # as that of infinity is
-        processed = logits
+        largest_raw, token_ids = ops.row_max(logits)
+        largest, processed = largest_raw, logits
         undrawable = None
         if metadata.changes_logits:
             processed = process_logits(logits, metadata)
             largest, token_ids = ops.row_max(processed)
-            undrawable = ~largest.isfinite() & ~nan_rows
+            undrawable = ~largest.isfinite() & largest_raw.isfinite()
         shown = processed if self.processed else logits
         if not metadata.all_greedy:
             assert metadata.temperature is not None
@@ -55,11 +60,10 @@ class Sampler:
             if self.processed and metadata.max_num_logprobs is not None:
                 shown = processed / metadata.temperature.masked_fill(metadata.temperature == 0, 1)[:, None]
                 shown = shown.masked_fill_(shown < lowest[:, None], -torch.inf)
-        token_ids = token_ids.masked_fill(nan_rows if undrawable is None else nan_rows | undrawable, 0)
         logprobs = None
         if metadata.max_num_logprobs is not None:
             logprobs = self.gather_logprobs(shown, metadata.max_num_logprobs, token_ids, self.normalise)
-        return SamplerOutput(token_ids, logprobs, nan_rows, undrawable)
+        return SamplerOutput(token_ids, logprobs, largest_raw, undrawable)
 
     @staticmethod
     def gather_logprobs(

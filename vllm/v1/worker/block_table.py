@@ -30,5 +30,5 @@ class BlockTable:
 
     def slots(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Cache slot of each token: rows [T] batch rows, positions [T] in their requests → [T] int64."""
-        blocks = self.table[rows, positions // self.block_size]
-        return blocks.astype(np.int64) * self.block_size + positions % self.block_size
+        columns, offsets = np.divmod(positions, self.block_size)
+        return np.multiply(self.table[rows, columns], self.block_size, dtype=np.int64) + offsets

@@ -17,7 +17,7 @@ group, so that all ranks of the world learn of it in the same step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from typing import NamedTuple
 
 import torch
 
@@ -32,8 +32,7 @@ class LockstepError(RuntimeError):
     """The ranks are not in the same step, or TP ranks were given different work; raised on every rank."""
 
 
-@dataclass(frozen=True)
-class DPVote:
+class DPVote(NamedTuple):
     """What one DP rank brings to the agreement, as int32 columns.
 
     Attributes:
@@ -60,11 +59,7 @@ class DPVote:
     tp_differs: int = 0
 
 
-_FIELDS = len(fields(DPVote))
-
-
-@dataclass(frozen=True)
-class DPAgreement:
+class DPAgreement(NamedTuple):
     """What all DP ranks decided for this step; identical on all of them but for ``dp_rank``.
 
     Attributes:
@@ -131,36 +126,35 @@ def agree(votes: Sequence[DPVote], dp_rank: int, bucket: Callable[[int], int] | 
     Raises:
         LockstepError: the votes come from different steps or policies, or from TP ranks that differ.
     """
-    if any(vote.tp_differs for vote in votes):
-        apart = [rank for rank, vote in enumerate(votes) if vote.tp_differs]
-        raise LockstepError(f"in step {votes[dp_rank].step} the TP ranks of DP group {apart} do not agree; {_SPLIT}")
-    steps = [vote.step for vote in votes]
+    unpadded, wanted, modes, unfinished, steps, pads_to_max, stopping, _, tp_differs = zip(*votes, strict=True)
+    if any(tp_differs):
+        apart = [rank for rank, differs in enumerate(tp_differs) if differs]
+        raise LockstepError(f"in step {steps[dp_rank]} the TP ranks of DP group {apart} do not agree; {_SPLIT}")
     if len(set(steps)) > 1:
         latest = max(steps)
         behind = {rank: step for rank, step in enumerate(steps) if step != latest}
         raise LockstepError(
-            f"DP ranks are in different steps: {steps} by DP rank; behind step {latest}: {behind} (DP rank: step). A "
-            "rank skipped a step or ran one too many"
+            f"DP ranks are in different steps: {list(steps)} by DP rank; behind step {latest}: {behind} (DP rank: "
+            "step). A rank skipped a step or ran one too many"
         )
-    if len({vote.pad_to_max for vote in votes}) > 1:
+    if len(set(pads_to_max)) > 1:
         raise LockstepError(
-            f"DP ranks have different padding policies: {[vote.pad_to_max for vote in votes]} by DP rank; set "
-            "VLLM_DP_PAD_TO_MAX and VLLM_POLICIES alike on all ranks"
+            f"DP ranks have different padding policies: {list(pads_to_max)} by DP rank; set VLLM_DP_PAD_TO_MAX and "
+            "VLLM_POLICIES alike on all ranks"
         )
-    unpadded = tuple(vote.num_tokens_unpadded for vote in votes)
-    mode = common_mode(vote.cudagraph_mode for vote in votes)
+    mode, most = common_mode(modes), max(*wanted, 1)
     if not any(unpadded):
         padded = (0,) * len(votes)
+    elif mode > 0 and bucket is not None:
+        size = bucket(most)
+        assert size >= most, f"captured size {size} does not hold {most} rows"
+        padded = (size,) * len(votes)
+    elif mode > 0 or pads_to_max[0]:
+        padded = (most,) * len(votes)
     else:
-        padded = tuple(max(vote.num_tokens_padded, 1) for vote in votes)
-        if mode > 0 and bucket is not None:
-            size = bucket(max(padded))
-            assert size >= max(padded), f"captured size {size} does not hold {max(padded)} rows"
-            padded = (size,) * len(votes)
-        elif mode > 0 or votes[0].pad_to_max:
-            padded = (max(padded),) * len(votes)
-    unfinished, stopping = any(vote.has_unfinished for vote in votes), all(vote.stopping for vote in votes)
-    return DPAgreement(unpadded, padded, mode, unfinished, steps[0], dp_rank, stopping)
+        padded = tuple(max(num_tokens, 1) for num_tokens in wanted)
+    any_unfinished, all_stopping = any(unfinished), all(stopping)
+    return DPAgreement(unpadded, padded, mode, any_unfinished, steps[0], dp_rank, all_stopping)
 
 
 def coordinate_batch_across_dp(
@@ -207,12 +201,12 @@ def coordinate_batch_across_dp(
         int(stopping),
         work,
     )
-    of_tp = _collect(own, tp, "compare_work_across_tp")
-    # One of them may have to run eagerly, though the work is the same.
-    common = common_mode(vote.cudagraph_mode for vote in of_tp)
-    of_tp = [replace(vote, cudagraph_mode=common) for vote in of_tp]
-    own = replace(own, cudagraph_mode=common)
-    own = replace(own, tp_differs=int(any(vote != own for vote in of_tp)))
+    if tp.world_size > 1:
+        of_tp = _collect(own, tp, "compare_work_across_tp")
+        # One of them may have to run eagerly, though the work is the same.
+        common = common_mode(vote.cudagraph_mode for vote in of_tp)
+        of_tp = [vote._replace(cudagraph_mode=common) for vote in of_tp]
+        own = of_tp[tp.rank_in_group]._replace(tp_differs=int(len(set(of_tp)) > 1))
     of_dp = _collect(own, group, "coordinate_batch_across_dp")
     if own.tp_differs:
         shown = ", ".join(
@@ -229,7 +223,7 @@ def _collect(own: DPVote, group: GroupCoordinator, op: str) -> list[DPVote]:
     """The votes of the group's ranks, in rank order, by one reduction."""
     if group.world_size == 1:
         return [own]
-    table = torch.zeros((group.world_size, _FIELDS), dtype=torch.int32)
-    table[group.rank_in_group] = torch.tensor(astuple(own), dtype=torch.int32)
+    table = torch.zeros((group.world_size, len(own)), dtype=torch.int32)
+    table[group.rank_in_group] = torch.tensor(own, dtype=torch.int32)
     group.cpu_all_reduce(table, op)
     return [DPVote(*row) for row in table.tolist()]

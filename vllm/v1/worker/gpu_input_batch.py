@@ -7,11 +7,41 @@ be left in it by a move; a step picks the rows of its requests by index.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 from vllm.v1.sample.state import SamplingState
 from vllm.v1.worker.block_table import BlockTable
+
+
+@dataclass(frozen=True, eq=False)
+class BatchLayout:
+    """What of a step's inputs follows from which requests run how many tokens each, wherever they are in their text:
+    the same in one decode step after the other. R requests, T tokens, S of the requests sample one.
+
+    Attributes:
+        of: the requests, their scheduled tokens and whether they sample, as the scheduler lists them.
+        rows, scheduled, starts, state_slots: [R], the batch row, the number of tokens, the first token's place.
+        request_of_token, rows_of_tokens, offsets: [T]; ``offsets`` counts in each request from 0.
+        sampling: [S], which of the requests.
+        logits_rows, sampled_rows: [S], the token and the batch row of each. ``logits_are_first``: 0, 1, .. S - 1.
+    """
+
+    of: tuple[list[Request], list[int], list[bool]]
+    rows: np.ndarray
+    scheduled: np.ndarray
+    starts: np.ndarray
+    state_slots: np.ndarray
+    request_of_token: np.ndarray
+    rows_of_tokens: np.ndarray
+    offsets: np.ndarray
+    sampling: np.ndarray
+    logits_rows: np.ndarray
+    sampled_rows: np.ndarray
+    logits_are_first: bool
 
 
 class InputBatch:
@@ -26,6 +56,7 @@ class InputBatch:
         self.sampling = sampling_state
         self.row_of: dict[str, int] = {}
         self._free = list(range(max_num_reqs - 1, -1, -1))
+        self._layout: BatchLayout | None = None
 
     @property
     def nbytes(self) -> int:
@@ -44,6 +75,7 @@ class InputBatch:
 
     def remove(self, request_id: str) -> None:
         row = self.row_of.pop(request_id)
+        self._layout = None  # the request may come again, in another row
         self.block_table.clear(row)
         self.state_slots[row] = 0
         self.sampling.remove_row(row)
@@ -51,3 +83,32 @@ class InputBatch:
 
     def append_blocks(self, request_id: str, block_ids: list[int]) -> None:
         self.block_table.append(self.row_of[request_id], block_ids)
+
+    def layout(self, step: SchedulerOutput) -> BatchLayout:
+        """That of ``step``; the last one again where the same requests run as many tokens from the same rows."""
+        of = step.requests, step.num_scheduled_tokens, step.samples
+        if self._layout is None or self._layout.of != of:
+            self._layout = self._make_layout(of)
+        return self._layout
+
+    def _make_layout(self, of: tuple[list[Request], list[int], list[bool]]) -> BatchLayout:
+        requests, counts, samples = of
+        rows = np.array([self.row_of[request.request_id] for request in requests], dtype=np.int64)
+        scheduled, sampling = np.array(counts, dtype=np.int64), np.array(samples, dtype=bool).nonzero()[0]
+        starts = np.cumsum(scheduled) - scheduled
+        request_of_token = np.repeat(np.arange(len(rows)), scheduled)
+        logits_rows = (starts + scheduled - 1)[sampling]
+        return BatchLayout(
+            of=of,
+            rows=rows,
+            scheduled=scheduled,
+            starts=starts,
+            state_slots=self.state_slots[rows],
+            request_of_token=request_of_token,
+            rows_of_tokens=rows[request_of_token],
+            offsets=np.arange(len(request_of_token)) - starts[request_of_token],
+            sampling=sampling,
+            logits_rows=logits_rows,
+            sampled_rows=rows[sampling],
+            logits_are_first=np.array_equal(logits_rows, np.arange(len(sampling))),
+        )

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import compress
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -39,8 +41,8 @@ from vllm.v1.sample.state import SamplingState
 from vllm.v1.transfers import HostCopies, Stream, ThreadStream, is_host, to_device
 from vllm.v1.worker.batch_plan import BatchPlan
 from vllm.v1.worker.dp_utils import CAPTURE, DPAgreement, coordinate_batch_across_dp, pads_to_max
-from vllm.v1.worker.gpu_input_batch import InputBatch
-from vllm.v1.worker.input_buffers import InputBuffers
+from vllm.v1.worker.gpu_input_batch import BatchLayout, InputBatch
+from vllm.v1.worker.input_buffers import InputBuffers, LastSampled
 from vllm.v1.worker.step_memory import PROMPT_LOGPROB_ROWS, largest_step_bytes
 
 logger = init_logger(__name__)
@@ -48,16 +50,14 @@ logger = init_logger(__name__)
 
 @dataclass(frozen=True)
 class StepInputs(ModelInputs):
-    """What one step computes on. ``sampling`` lists the positions in the scheduler's order that get a token,
-    ``logits_rows`` the token row that each of them is sampled from, ``sampled_rows`` its row of the batch.
+    """What one step computes on. ``logits_rows``: the token rows that a token is sampled from, None for the first ones;
+    ``sampled_rows`` the batch row of each.
 
     ``reads_sampled``: an input -1 - r stands for the token that row r of the batch sampled last."""
 
-    rows: np.ndarray
+    layout: BatchLayout
     first_positions: np.ndarray
-    starts: np.ndarray
-    sampling: np.ndarray
-    logits_rows: torch.Tensor
+    logits_rows: torch.Tensor | None
     sampled_rows: torch.Tensor
     reads_sampled: bool
 
@@ -84,9 +84,7 @@ class GPUModelRunner:
         self.vllm_config, self.platform, self.device = vllm_config, platform, device
         self.model: CausalLM
         scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
-        self.max_num_tokens = max(
-            scheduler.max_num_batched_tokens, *vllm_config.compilation_config.cudagraph_capture_sizes, 0
-        )
+        self.max_num_tokens = scheduler.max_num_batched_tokens
         asked = vllm_config.compilation_config.cudagraph_mode
         self.graph_bytes = 0  # what was left for captured steps on a device when the caches were sized
         self.graph_mode = CUDAGraphMode[
@@ -106,13 +104,14 @@ class GPUModelRunner:
         model_config, cache, max_num_reqs = vllm_config.model_config, vllm_config.cache_config, scheduler.max_num_seqs
         # DP ranks serve different requests: those without a seed of their own draw differently on each.
         seed = model_config.seed + get_dp_group().rank_in_group
-        is_threaded = scheduler.async_scheduling and is_host(device)
+        self.is_host = is_host(device)
+        is_threaded = scheduler.async_scheduling and self.is_host
         self.stream: Stream = ThreadStream(watchdog.fail_in_step) if is_threaded else Stream(device)
         sampling = SamplingState(max_num_reqs, model_config.vocab_size, device, seed, self.stream)
         self.input_batch = InputBatch(max_num_reqs, model_config.max_model_len, cache.block_size, sampling)
         max_blocks = self.input_batch.block_table.max_blocks
         self.buffers = InputBuffers(self.max_num_tokens, max_num_reqs, max_blocks, device, self.stream)
-        self.last_sampled = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
+        self.last_sampled = LastSampled(max_num_reqs, device)
 
     # --- set-up -------------------------------------------------------------------------------------------------
 
@@ -132,6 +131,7 @@ class GPUModelRunner:
             layer.bind_kv_cache(kv_cache_config)
         backends = {layer.backend for layer in self.cached_layers.values()}
         self.builders = {backend: backend.builder_cls(kv_cache_config) for backend in backends}
+        self.layers_of = {b: [name for name, x in self.cached_layers.items() if x.backend is b] for b in backends}
         self.graphs = StepGraphs(self)
 
     @torch.inference_mode()
@@ -187,8 +187,10 @@ class GPUModelRunner:
         if self.balancer is not None and self.balancer.before_step(step.plan.step):
             self.model.forget_weight_specs()
         if inputs.reads_sampled:
-            ids = inputs.input_ids
-            ids.copy_(torch.where(ids < 0, self.last_sampled.index_select(0, (-1 - ids).clamp_min_(0)), ids))
+            self.last_sampled.fill_in(inputs.input_ids)
+        if step.plan.cudagraph_mode == CUDAGraphMode.FULL:  # no Python in it that would ask for the context
+            step.hidden_states = self.graphs.replay(inputs)
+            return
         with self.forward_context(step.plan, inputs.common):
             if step.plan.cudagraph_mode:
                 step.hidden_states = self.graphs.replay(inputs)
@@ -271,49 +273,45 @@ class GPUModelRunner:
 
     def _prepare_inputs(self, scheduler_output: SchedulerOutput, plan: BatchPlan) -> StepInputs:
         """Write every row of every persistent buffer that this step reads."""
-        requests, batch, buffers = scheduler_output.requests, self.input_batch, self.buffers
-        rows = np.array([batch.row_of[request.request_id] for request in requests], dtype=np.int64)
+        batch, buffers, num_padded = self.input_batch, self.buffers, plan.num_tokens_padded
+        layout = batch.layout(scheduler_output)
+        rows_of_tokens, num_sampled = layout.rows_of_tokens, len(layout.sampling)
         computed = np.array(scheduler_output.num_computed_tokens, dtype=np.int64)
-        scheduled = np.array(scheduler_output.num_scheduled_tokens, dtype=np.int64)
-        starts = np.cumsum(scheduled) - scheduled
-        request_of_token = np.repeat(np.arange(len(rows)), scheduled)
-        positions = np.arange(plan.num_tokens_unpadded) + (computed - starts)[request_of_token]
-        rows_of_tokens = rows[request_of_token]
-        seq_lens = computed + scheduled
+        positions = computed[layout.request_of_token] + layout.offsets
         common = self.fill_metadata(
             plan,
-            scheduled,
-            seq_lens,
-            rows,
+            layout.scheduled,
+            computed + layout.scheduled,
+            layout.rows,
             batch.block_table.table,
             batch.block_table.slots(rows_of_tokens, positions),
-            batch.state_slots[rows],
+            layout.state_slots,
         )
-        sampling = np.array(scheduler_output.samples, dtype=bool).nonzero()[0]
         is_sampled = positions >= batch.num_given[rows_of_tokens]
         input_ids = np.where(is_sampled, -1 - rows_of_tokens, batch.token_ids[rows_of_tokens, positions])
         return StepInputs(
-            input_ids=buffers.input_ids.fill(input_ids, plan.num_tokens_padded),
-            positions=buffers.positions.fill(positions, plan.num_tokens_padded),
+            input_ids=buffers.input_ids.fill(input_ids, num_padded),
+            positions=buffers.positions.fill(positions, num_padded),
             common=common,
-            rows=rows,
+            layout=layout,
             first_positions=computed,
-            starts=starts,
-            sampling=sampling,
-            logits_rows=buffers.logits_rows.fill((starts + scheduled - 1)[sampling], len(sampling)),
-            sampled_rows=buffers.sampled_rows.fill(rows[sampling], len(sampling)),
+            logits_rows=None if layout.logits_are_first else buffers.logits_rows.fill(layout.logits_rows, num_sampled),
+            sampled_rows=buffers.sampled_rows.fill(layout.sampled_rows, num_sampled),
             reads_sampled=bool(is_sampled.any()),
         )
 
     def _sampling_metadata(self, step: LaunchedStep, inputs: StepInputs) -> SamplingMetadata | None:
         """How the step's tokens are sampled; None where none is."""
-        if not len(inputs.sampling):
+        layout, output, state = inputs.layout, step.scheduler_output, self.input_batch.sampling
+        if not len(layout.sampling):
             return None
-        output, state = step.scheduler_output, self.input_batch.sampling
-        rows, counts = inputs.rows.tolist(), zip(output.num_computed_tokens, output.num_scheduled_tokens, strict=True)
-        num_outputs = [sum(pair) - r.num_prompt_tokens for pair, r in zip(counts, output.requests, strict=True)]
-        sampling = inputs.sampling.tolist()
-        metadata = state.make_metadata([rows[i] for i in sampling], [num_outputs[i] for i in sampling])
+
+        def num_outputs() -> list[int]:
+            ends = map(add, output.num_computed_tokens, output.num_scheduled_tokens)
+            numbers = [end - request.num_prompt_tokens for end, request in zip(ends, output.requests, strict=True)]
+            return [numbers[i] for i in layout.sampling.tolist()]
+
+        metadata = state.make_metadata(layout.sampled_rows.tolist(), num_outputs)
         step.chosen = state.chosen()
         return metadata
 
@@ -329,20 +327,20 @@ class GPUModelRunner:
     ) -> CommonAttentionMetadata:
         """Of requests that run ``scheduled`` [R] tokens each, the last of ``seq_lens`` [R]: their ``rows`` [R] of
         ``block_table``, their tokens' cache ``slots`` and their own ``state_slots`` [R]; padded as the plan says."""
-        buffers, max_seq_len = self.buffers, int(seq_lens.max(initial=0))
+        buffers, max_seq_len = self.buffers, max(seq_lens.tolist(), default=0)
         num_columns = max(-(-max_seq_len // self.input_batch.block_table.block_size), 1)
         table = buffers.block_table.fill_columns(block_table, rows, num_columns, plan.num_reqs_padded)
-        max_query_len = int(scheduled.max(initial=0))
+        max_query_len = max(scheduled.tolist(), default=0)
         if plan.cudagraph_mode:
-            table = buffers.block_table.device[: plan.num_reqs_padded]
-        if plan.cudagraph_mode and not is_host(self.device):  # what holds for every step of the size
+            table = buffers.block_table.rows(plan.num_reqs_padded)
+        if plan.cudagraph_mode and not self.is_host:  # what holds for every step of the size
             max_seq_len = self.vllm_config.model_config.max_model_len
             max_query_len = 1 if self.graphs.decode_only else plan.num_tokens_padded
         return CommonAttentionMetadata(
             query_start_loc=buffers.fill_query_start_loc(scheduled, plan.num_reqs_padded),
-            query_start_loc_cpu=buffers.query_start_loc.host[: plan.num_reqs_padded + 1],
+            query_start_loc_cpu=buffers.query_start_loc.host_rows(plan.num_reqs_padded + 1),
             seq_lens=buffers.seq_lens.fill(seq_lens, plan.num_reqs_padded),
-            seq_lens_cpu=buffers.seq_lens.host[: plan.num_reqs_padded],
+            seq_lens_cpu=buffers.seq_lens.host_rows(plan.num_reqs_padded),
             block_table=table,
             slot_mapping=buffers.slot_mapping.fill(slots, plan.num_tokens_padded),
             state_indices=buffers.state_indices.fill(state_slots, plan.num_reqs_padded),
@@ -356,9 +354,11 @@ class GPUModelRunner:
 
     def forward_context(self, plan: BatchPlan, common: CommonAttentionMetadata) -> AbstractContextManager[Any]:
         """Around the step's forward pass."""
-        built = {backend: builder.build(common) for backend, builder in self.builders.items()}
+        metadata: dict[str, Any] = {}
+        for backend, builder in self.builders.items():
+            metadata |= dict.fromkeys(self.layers_of[backend], builder.build(common))
         return set_forward_context(
-            {name: built[layer.backend] for name, layer in self.cached_layers.items()},
+            metadata,
             self.cached_layers,
             dp_metadata=DPMetadata.make(plan.num_tokens_padded_across_dp, plan.dp_rank, plan.num_tokens_padded),
             batch_plan=plan,
@@ -373,17 +373,18 @@ class GPUModelRunner:
     ) -> SamplerOutput:
         """One token for each request whose last token ran in this step, on its way to the host; the same on every TP
         rank."""
-        logits = self.model.compute_logits(hidden_states[inputs.logits_rows])
+        num_sampled, rows = len(inputs.layout.sampling), inputs.logits_rows
+        logits = self.model.compute_logits(hidden_states[:num_sampled] if rows is None else hidden_states[rows])
         sampled = self.sampler(logits, metadata)
         tp = get_tp_group()
         if tp.world_size > 1:
             sampled = replace(sampled, sampled_token_ids=tp.broadcast(sampled.sampled_token_ids))
-        self.last_sampled.index_copy_(0, inputs.sampled_rows, sampled.sampled_token_ids)
+        self.last_sampled.put(inputs.sampled_rows, sampled.sampled_token_ids)
         logprobs = sampled.logprobs_tensors
         return SamplerOutput(
             copies.add(sampled.sampled_token_ids),
             None if logprobs is None else LogprobsTensors(*map(copies.add, logprobs)),
-            copies.add(sampled.nan_rows),
+            copies.add(sampled.largest),
             copies.add(sampled.undrawable),
         )
 
@@ -397,7 +398,7 @@ class GPUModelRunner:
             num_logprobs = request.sampling_params.prompt_logprobs
             if num_logprobs is None:
                 continue
-            start, first = int(inputs.starts[i]), int(inputs.first_positions[i])
+            start, first = int(inputs.layout.starts[i]), int(inputs.first_positions[i])
             end = min(first + scheduler_output.num_scheduled_tokens[i], request.num_prompt_tokens - 1)
             for begin in range(first, end, PROMPT_LOGPROB_ROWS):
                 stop = min(begin + PROMPT_LOGPROB_ROWS, end)
@@ -416,22 +417,22 @@ class GPUModelRunner:
             output.prompt_logprobs[request_id] = LogprobsLists(*lists)
         if sampled is None:
             return output
-        token_ids = sampled.sampled_token_ids.tolist()
-        for index, token_id in zip(inputs.sampling.tolist(), token_ids, strict=True):
+        token_ids, sampling = sampled.sampled_token_ids.tolist(), inputs.layout.sampling.tolist()
+        for index, token_id in zip(sampling, token_ids, strict=True):
             output.sampled_token_ids[index] = [token_id]
         if sampled.logprobs_tensors is not None:
             columns = [tensor.tolist() for tensor in sampled.logprobs_tensors]
-            for at, index in enumerate(inputs.sampling.tolist()):
+            for at, index in enumerate(sampling):
                 if requests[index].sampling_params.logprobs is not None:
                     row = LogprobsLists(*([column[at]] for column in columns))
                     output.logprobs[requests[index].request_id] = row
         if sampled.undrawable is not None:
             for at in sampled.undrawable.nonzero().flatten().tolist():
-                request_id = requests[inputs.sampling[at]].request_id
+                request_id = requests[sampling[at]].request_id
                 output.undrawable[request_id] = step.chosen[at].why_undrawable()
                 logger.error("step %d: request %s: %s", number, request_id, output.undrawable[request_id])
-        bad = inputs.sampling[sampled.nan_rows.numpy()]
-        if len(bad):
-            output.nan_req_ids = frozenset(requests[i].request_id for i in bad.tolist())
+        nan_rows = sampled.nan_rows()
+        if any(nan_rows):
+            output.nan_req_ids = frozenset(requests[i].request_id for i in compress(sampling, nan_rows))
             logger.error("step %d: NaN logits for requests %s", number, sorted(output.nan_req_ids))
         return output

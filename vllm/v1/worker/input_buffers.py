@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from itertools import accumulate
 
 import numpy as np
 import torch
 
-from vllm.v1.transfers import PersistentBuffer, Staging, Stream
+from vllm.v1.transfers import PersistentBuffer, Staging, Stream, is_host
 
 _NO_VALUE = -(2**31) + 7
 
@@ -65,7 +66,39 @@ class InputBuffers:
 
     def fill_query_start_loc(self, num_scheduled_tokens: np.ndarray, num_reqs_padded: int) -> torch.Tensor:
         """[num_reqs_padded + 1]: cumulative counts, the last one repeated over the pad requests."""
-        starts = np.zeros(num_reqs_padded + 1, dtype=np.int32)
-        np.cumsum(num_scheduled_tokens, out=starts[1 : len(num_scheduled_tokens) + 1])
-        starts[len(num_scheduled_tokens) + 1 :] = starts[len(num_scheduled_tokens)]
-        return self.query_start_loc.fill(starts, num_reqs_padded + 1)
+        starts, end = self.query_start_loc.array, len(num_scheduled_tokens)
+        starts[0] = 0
+        starts[1 : end + 1] = list(accumulate(num_scheduled_tokens.tolist()))
+        starts[end + 1 : num_reqs_padded + 1] = starts[end]
+        return self.query_start_loc.upload(num_reqs_padded + 1)
+
+
+class LastSampled:
+    """The token that each row of the batch sampled last, where the device finds it. Only work of the stream touches it:
+    of the steps before, all have written theirs by then.
+
+    On the host it is a list: with a few tokens a call of torch or numpy takes several times as long as a loop.
+    """
+
+    def __init__(self, max_num_reqs: int, device: torch.device) -> None:
+        self._on_host = [0] * max_num_reqs if is_host(device) else None
+        self._on_device = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
+
+    def put(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Rows [S] sampled ``token_ids`` [S]; int64 on the device."""
+        if self._on_host is None:
+            self._on_device.index_copy_(0, rows, token_ids)
+            return
+        for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
+            self._on_host[row] = token_id
+
+    def fill_in(self, input_ids: torch.Tensor) -> None:
+        """In ``input_ids`` [T] int64 put what row r sampled in the place of -1 - r."""
+        if self._on_host is None:
+            last = self._on_device.index_select(0, (-1 - input_ids).clamp_min_(0))
+            input_ids.copy_(torch.where(input_ids < 0, last, input_ids))
+            return
+        array = input_ids.numpy()
+        for place, token_id in enumerate(input_ids.tolist()):
+            if token_id < 0:
+                array[place] = self._on_host[-1 - token_id]

@@ -2,15 +2,18 @@
 // The register-tile kernels of all shapes.
 #include "gemm.h"
 
-template <class W> constexpr Kernels<W> all_shapes() {
-  Kernels<W> k;
+template <class W, class A> constexpr Kernels<W, A> all_shapes() {
+  Kernels<W, A> k;
   k.template fill<MR_MAX, panels_of_tile(MR_MAX)>();
   return k;
 }
-template <class W> const Kernels<W>& kernels() {
-  static constexpr Kernels<W> table = all_shapes<W>();
+template <class W, class A> const Kernels<W, A>& kernels() {
+  static constexpr Kernels<W, A> table = all_shapes<W, A>();
   return table;
 }
 template const Kernels<float>& kernels();
 template const Kernels<bf16>& kernels();
 template const Kernels<fp16>& kernels();
+#if HAS_BF16_DOT
+template const Kernels<bf16, bf16>& kernels();
+#endif

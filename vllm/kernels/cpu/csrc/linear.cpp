@@ -17,21 +17,31 @@ int64_t block_rows(int64_t M, int64_t K) {
 
 template <class W> constexpr int64_t weight_k(int64_t K) { return padded_k<W>(K, 32); }
 
+INLINE bool switched_off(const char* name) {
+  const char* wish = std::getenv(name);
+  return wish && wish[0] == '0';
+}
 // 0 the vector kernels run, 1 the matrix unit runs bfloat16, 2 it failed its test and the vector kernels run.
 int matrix_unit() {
 #if HAS_AMX
-  static const int state = [] {
-    const char* wish = std::getenv("VLLM_CPU_AMX");
-    if (wish && wish[0] == '0') return 0;
-    return !amx_allowed() ? 0 : amx_works() ? 1 : 2;
-  }();
+  static const int state = switched_off("VLLM_CPU_AMX") || !amx_allowed() ? 0 : amx_works() ? 1 : 2;
   return state;
 #endif
   return 0;
 }
-template <class T> bool on_matrix_unit() { return std::is_same_v<T, bf16> && matrix_unit() == 1; }
+// Whether the vector kernels multiply pairs of bfloat16.
+bool pair_products() {
+#if HAS_BF16_DOT
+  static const bool state = matrix_unit() != 1 && !switched_off("VLLM_CPU_BF16_PAIRS");
+  return state;
+#endif
+  return false;
+}
+template <class T> bool takes_raw() {
+  return std::is_same_v<T, float> || (std::is_same_v<T, bf16> && (matrix_unit() == 1 || pair_products()));
+}
 
-// Rows of A as the kernels want them: bfloat16 as it is for the matrix unit, else fp32; zero from K up to weight_k.
+// Rows of A as the kernels want them: bfloat16 as it is where it is multiplied so, else fp32; zero from K up to weight_k.
 struct Rows {
   const void* data;
   int64_t ld;
@@ -39,7 +49,7 @@ struct Rows {
 
 // In place if they can be read so, else in the thread's scratch. `row(i)` points at row i, `ld` is their distance.
 template <class T, class Row> Rows take_rows(int64_t rows, int64_t K, int64_t ld, bool in_place, Row&& row) {
-  const bool raw = on_matrix_unit<T>() || std::is_same_v<T, float>;
+  const bool raw = takes_raw<T>();
   const int64_t padded = weight_k<T>(K);
   if (raw && in_place && padded == K) return {row(0), ld};
   ld = (padded + 31) / 32 * 32 + 16;  // never a multiple of the page size: rows fall into different cache sets
@@ -91,16 +101,22 @@ void gemm_block(int64_t rows, Rows a, int64_t K, const W* w, int64_t p0, int64_t
       return;
     }
 #endif
-  const float* wide = (const float*)a.data;
-  int64_t tiles = (rows + MR_MAX - 1) / MR_MAX;
-  int group = panels_of_tile((int)((rows + tiles - 1) / tiles));
-  for (int64_t p = p0; p < p1; p += group) {
-    int np = (int)(p1 - p < group ? p1 - p : group);
-    for_tiles(rows, [&](int64_t r0, int mr) {
-      tile(mr, np, Kp, wide + r0 * a.ld, a.ld, w + p * panel, panel, c, (int64_t)np * NR, false);
-      done(r0, mr, p, np, c, (int64_t)np * NR);
-    });
-  }
+  auto tiles_of = [&](const auto* rows_of_a) {
+    int64_t tiles = (rows + MR_MAX - 1) / MR_MAX;
+    int group = panels_of_tile((int)((rows + tiles - 1) / tiles));
+    for (int64_t p = p0; p < p1; p += group) {
+      int np = (int)(p1 - p < group ? p1 - p : group);
+      for_tiles(rows, [&](int64_t r0, int mr) {
+        tile(mr, np, Kp, rows_of_a + r0 * a.ld, a.ld, w + p * panel, panel, c, (int64_t)np * NR, false);
+        done(r0, mr, p, np, c, (int64_t)np * NR);
+      });
+    }
+  };
+#if HAS_BF16_DOT
+  if constexpr (std::is_same_v<W, bf16>)
+    if (pair_products()) return tiles_of((const bf16*)a.data);
+#endif
+  tiles_of((const float*)a.data);
 }
 
 // Weights that linear layers and experts multiply with: take() makes Rows of inputs, gemm() multiplies them with panels.

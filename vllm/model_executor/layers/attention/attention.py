@@ -4,19 +4,19 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context, set_current_layer
 from vllm.kernels import ops
 from vllm.kernels.ops import zero_padding_rows
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.step_buffers import buffer_key, step_buffer
 from vllm.model_executor.parameter import WeightSpec
 from vllm.v1.attention.backends.paged import PagedAttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 
 
-class Attention(nn.Module):
+class Attention(Layer):
     """Causal self-attention over the paged cache: query [T, H·D], key and value [T, J·D] → [T, H·D].
 
     Rows of the result past the real tokens are exactly 0, whatever memory held (law 2). Without attention metadata

@@ -14,11 +14,11 @@ key, R (N + V): so a request with many rows in a step is expanded, one with few 
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from vllm.forward_context import get_forward_context, set_current_layer
 from vllm.kernels import ops
 from vllm.kernels.ops import zero_padding_rows
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.model_executor.layers.step_buffers import buffer_key, step_buffer
 from vllm.model_executor.parameter import WeightSpec
@@ -54,7 +54,7 @@ class KVUpProjection(ColumnParallelLinear):
         return w_uk, w_uv
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(Layer):
     """query [T, H, N + P] and latents [T, C], both rotated, the latent normalised → [T, H·V].
 
     All TP ranks keep the same cache: heads are split, the one vector of a token cannot be. Rows of the result that no

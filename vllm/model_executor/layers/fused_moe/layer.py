@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from vllm import forward_context
 from vllm.distributed import get_ep_group, get_tp_group
@@ -21,6 +20,7 @@ from vllm.kernels import ops
 from vllm.kernels.quantized import QuantizedWeight, put_rows
 from vllm.kernels.weights import PackedExperts
 from vllm.model_executor.layers.fused_moe.router import Router
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import divide
 from vllm.model_executor.parameter import WeightSpec
 
@@ -30,7 +30,7 @@ def _plain(weight: QuantizedWeight | None) -> QuantizedWeight | None:
     return weight if weight is not None and weight.kind == "plain" else None
 
 
-class FusedMoE(nn.Module):
+class FusedMoE(Layer):
     """Routed experts: hidden_states [T, hidden] and router_logits [T, E] → [T, hidden]; the ``router`` chooses.
 
     With expert parallelism each EP rank holds whole experts: a run of them, the first ``E % ep`` ranks one more than

@@ -6,9 +6,9 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from torch import nn
 
 from vllm.kernels import ops
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.step_buffers import buffer_key, step_buffer
 from vllm.model_executor.parameter import WeightSpec
@@ -35,7 +35,7 @@ class Gate(ReplicatedLinear):
         return ops.linear(x if x.dtype is self.dtype else x.to(self.dtype), self.packed, self.bias, out)
 
 
-class Router(nn.Module):
+class Router(Layer):
     """Router logits [T, E] → weights float32 [T, top_k], expert ids int32 [T, top_k]; id -1 and weight 0 in pad rows,
     whose slot in ``slot_mapping`` [T] is negative.
 

@@ -7,12 +7,12 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch import nn
 
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context, set_current_layer
 from vllm.kernels import ops
 from vllm.kernels.weights import GDNWeights
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear, Shard, divide
 from vllm.model_executor.parameter import WeightSpec
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend
@@ -86,7 +86,7 @@ class GDNInProjection(LinearBase):
         super().__init__(shards, False, dtype)
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(Layer):
     """hidden_states [T, hidden] → [T, hidden].
 
     TP rank r holds key heads [r·G/tp, (r + 1)·G/tp), their value heads, and the convolution channels of both. Each
