@@ -297,6 +297,8 @@ class StepGraphs:
                 self.steps[size] = self._capture_around(size)
             except NotCapturable as obstacle:
                 left_out.setdefault(type(obstacle), (str(obstacle), []))[1].append(size)
+            else:
+                continue
             gc.collect()  # frames that an exception holds, and the memory that they hold
         for why, without in left_out.values():
             logger.warning("steps of %s rows are not captured: %s", " ".join(map(str, sorted(without))), why)
