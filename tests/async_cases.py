@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,11 +41,14 @@ def _values(rows: Any) -> list[Any]:
     return [None if row is None else {token: (one.logprob, one.rank) for token, one in row.items()} for row in rows]
 
 
-def drive(llm: Any, arrivals: list[Arrival], calls: int = 0) -> list[Result]:
-    """Call by call until nothing is left, ``calls`` times at least; the results in the order of ``arrivals``."""
+def drive(llm: Any, arrivals: list[Arrival], calls: int = 0, resets: Collection[int] = ()) -> list[Result]:
+    """Call by call until nothing is left, ``calls`` times at least; the results in the order of ``arrivals``. Cached
+    prefixes are forgotten before the calls of ``resets``."""
     engine, results, call = llm.llm_engine, [Result() for _ in arrivals], 0
     calls = max([calls, *(a.at + 1 for a in arrivals)])
     while call < calls or engine.has_unfinished_requests():
+        if call in resets:
+            llm.reset_prefix_cache()
         for i, arrival in enumerate(arrivals):
             if arrival.at == call:
                 params = SamplingParams(**{"detokenize": engine.tokenizer is not None, **arrival.params})

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,7 +148,28 @@ def is_forward_context_available() -> bool:
     return _context is not None
 
 
-@contextmanager
+class _Running:
+    """A context while it is entered; a class, since a generator takes three times as long to enter and to leave."""
+
+    def __init__(self, context: ForwardContext, step: int | None) -> None:
+        self.context, self.step = context, step
+        self.outer: ForwardContext | None = None
+
+    def __enter__(self) -> ForwardContext:
+        global _context
+        self.outer, _context = _context, self.context
+        if self.step is not None:
+            set_current_step(self.step)
+        set_current_layer("")
+        return self.context
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        global _context
+        _context = self.outer
+        if kind is None:
+            set_current_layer("")
+
+
 def set_forward_context(
     attn_metadata: Mapping[str, Any] | None,
     static_forward_context: Mapping[str, Any] | None = None,
@@ -160,19 +181,10 @@ def set_forward_context(
     step_buffers: Any = None,
     step: int | None = None,
     additional: Mapping[str, Any] | None = None,
-) -> Iterator[ForwardContext]:
+) -> AbstractContextManager[ForwardContext]:
     """Run one forward pass under a context; ``step`` names it for diagnostics. Nested passes restore the outer one."""
-    global _context
-    outer = _context
-    if step is not None:
-        set_current_step(step)
-    set_current_layer("")
-    _context = ForwardContext(
+    context = ForwardContext(
         attn_metadata, static_forward_context or {}, dp_metadata, batch_plan, slot_mapping, is_dummy, step_buffers,
         additional or {},
     )  # fmt: skip
-    try:
-        yield _context
-        set_current_layer("")
-    finally:
-        _context = outer
+    return _Running(context, step)

@@ -12,14 +12,16 @@ import rank_checks
 import tiny_hybrids as hybrids
 import tiny_models as tiny
 import torch
+from async_cases import late
 from hypothesis import given
 from hypothesis import strategies as st
 from launcher import run_ranks
-from layout_checks import LOADS, check, rank_llm
+from layout_checks import LOADS, check, load_of, rank_llm
 
 from vllm.distributed.eplb import balance, describe, first_placement, imbalance
 
 PROMPTS = [tiny.prompt(5, seed=1), tiny.prompt(7, seed=2)]
+AHEAD = ["b60", "idle-rank"]
 EVERY_3 = {"enable_eplb": True, "eplb_config": {"step_interval": 3}}
 
 
@@ -53,6 +55,40 @@ def test_any_placement_keeps_all_experts_and_gets_no_worse(load: list[int], rank
 @pytest.mark.parametrize(("tp", "dp", "policies"), [(2, 2, "cpu"), (1, 2, "xpu"), (2, 1, "cpu")])
 def test_tokens_are_the_same_while_experts_move(tp: int, dp: int, policies: str) -> None:
     check(tiny, "qwen3-moe", tp, dp, True, policies, list(LOADS), 0.001, options=EVERY_3)
+
+
+def moved_ahead(folder: str) -> Any:
+    """On a rank of two: tokens by load, the experts of each layer at the end, and the steps that their loads were
+    summed in, as the collectives have it."""
+    from vllm.model_executor.layers.fused_moe import FusedMoE
+
+    llm = rank_llm(folder, 1, 2, async_scheduling=True, **EVERY_3)
+    layers = [m for m in llm.llm_engine.worker.runner.model.modules() if isinstance(m, FusedMoE)]
+    tokens = []
+    with late(0.004, seed=rank_checks.own_rank()), rank_checks.observed() as ledger:
+        for load in AHEAD:
+            prompts, num_tokens = load_of(load, rank_checks.own_rank(), 2)
+            tokens.append(tiny.tokens(tiny.generate(llm, prompts, num_tokens)))
+    steps = [record.step for record in ledger.records if record.op == "expert_load"]
+    experts = [layer.local_experts for layer in layers]
+    llm.shutdown()
+    return tokens, experts, steps
+
+
+@pytest.mark.multiprocess
+def test_experts_move_between_steps_that_are_launched_ahead() -> None:
+    """The host is in the next step's agreement meanwhile. The steps, and so the loads and the moves, are not those of
+    the engine that runs one step at a time: the last row of a request is thrown away."""
+    by_rank = run_ranks(moved_ahead, 2, tiny.checkpoint("qwen3-moe"), poison=True)
+    for rank, (tokens, _, steps) in enumerate(by_rank):
+        for load, got in zip(AHEAD, tokens, strict=True):
+            prompts, num_tokens = load_of(load, rank, 2)
+            assert got == [tiny.greedy("qwen3-moe", prompt, num_tokens) for prompt in prompts], (rank, load)
+        assert steps == list(range(3, steps[-1] + 1, 3))
+        assert len(steps) > 3
+    first = [experts for _, experts, _ in by_rank]
+    assert any(layer != list(range(4)) for layer in first[0]), "no expert moved"
+    assert all(sorted(one + other) == list(range(8)) for one, other in zip(*first, strict=True))
 
 
 @pytest.mark.multiprocess

@@ -74,7 +74,7 @@ def run_with_fault(folder: str, tp: int, dp: int, fault: str, ahead: bool) -> No
 NAMED = {
     "dies": r"rank 1 is gone: its process \d+ has ended",
     "raises": r"rank 1 reports: step 5 failed, layer model\.layers\.1\.\S+: ValueError\('injected fault'\)",
-    "stalls": rf"rank 1 reports: no progress for VLLM_STALL_TIMEOUT_S={STALL_S} s in step 5, layer model.layers.1\S+, o",
+    "stalls": rf"rank 1 reports: no progress for VLLM_STALL_TIMEOUT_S={STALL_S} s in step 5, layer model.layers.1\S+,",
     "is stopped": r"no progress for .* inside .* for ranks? 1\b.*: rank 1 has been silent for \d s \(stopped,",
 }
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -134,11 +135,20 @@ class FakeWorker:
         self.kv_cache_config = kv_cache_config
 
     def execute_model(self, output: SchedulerOutput, has_unfinished: bool) -> ModelRunnerOutput:
+        return self.finish(self.launch(output, has_unfinished))
+
+    def launch(self, output: SchedulerOutput, has_unfinished: bool) -> SimpleNamespace:
         type(self).before_step(self, output)
         self.num_steps += 1
         self.finished |= output.finished_req_ids
         self.any_unfinished_across_dp = has_unfinished or self.num_steps <= self.steps_of_other_ranks
-        result = ModelRunnerOutput()
+        return SimpleNamespace(inputs=output if output.requests or self.any_unfinished_across_dp else None)
+
+    def finish(self, launched: SimpleNamespace) -> ModelRunnerOutput:
+        """By now the step before is taken in, and with it the token that this one went on from."""
+        output, result = launched.inputs, ModelRunnerOutput()
+        if output is None:
+            return result
         for request, start, done in zip(output.requests, output.num_computed_tokens, output.samples, strict=True):
             result.sampled_token_ids.append([(request.all_token_ids[-1] + 1) % 256] if done else [])
             if request.sampling_params.prompt_logprobs is not None and start == 0:

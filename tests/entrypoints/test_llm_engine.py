@@ -22,14 +22,19 @@ from vllm.sampling_params import RequestOutputKind
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
-@pytest.fixture
-def llm(tiny_llama: Path, fake_worker: type[FakeWorker]) -> LLM:
-    return LLM(str(tiny_llama), max_num_seqs=4, max_num_batched_tokens=8)
+@pytest.fixture(params=[False, True], ids=["", "ahead"])
+def ahead(request: pytest.FixtureRequest) -> bool:
+    return request.param
 
 
 @pytest.fixture
-def engine(tiny_llama: Path, fake_worker: type[FakeWorker]) -> LLMEngine:
-    return LLMEngine.from_engine_args(EngineArgs(str(tiny_llama), max_num_seqs=4))
+def llm(tiny_llama: Path, fake_worker: type[FakeWorker], ahead: bool) -> LLM:
+    return LLM(str(tiny_llama), max_num_seqs=4, max_num_batched_tokens=8, async_scheduling=ahead)
+
+
+@pytest.fixture
+def engine(tiny_llama: Path, fake_worker: type[FakeWorker], ahead: bool) -> LLMEngine:
+    return LLMEngine.from_engine_args(EngineArgs(str(tiny_llama), max_num_seqs=4, async_scheduling=ahead))
 
 
 def token_ids(outputs) -> list[list[int]]:
@@ -37,7 +42,9 @@ def token_ids(outputs) -> list[list[int]]:
 
 
 def idle(engine: LLMEngine) -> bool:
-    """Nothing queued anywhere, no block in use."""
+    """Nothing queued anywhere, no block in use; a step in flight has only rows that nobody wants any more."""
+    if engine.engine_core._in_flight is not None:
+        assert engine.step() == []
     engine.scheduler.check_integrity()
     return not engine.has_unfinished_requests() and engine.get_num_unfinished_requests() == 0
 

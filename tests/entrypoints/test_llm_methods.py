@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -106,6 +108,36 @@ def test_enqueue_runs_nothing_until_it_is_waited_for(llm):
     assert not llm._finished
 
 
+def profiled(folder: Path) -> dict[str, set[int]]:
+    """Event → the threads that it is from, of the one trace in ``folder``."""
+    (path,) = folder.iterdir()
+    threads: dict[str, set[int]] = {}
+    for event in json.loads(path.read_text())["traceEvents"]:
+        if event["ph"] == "X":
+            threads.setdefault(event["name"], set()).add(event["tid"])
+    return threads
+
+
+def test_a_profile_holds_what_the_thread_in_the_devices_place_does(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("VLLM_TORCH_PROFILER_DIR", str(tmp_path))
+    llm = make_llm("qwen3", async_scheduling=True, enforce_eager=True)
+    mlp = llm.llm_engine.worker.get_model().model.layers[1].mlp
+    forward = mlp.forward
+
+    def named(*args):
+        with torch.profiler.record_function("layers.1.mlp"):
+            return forward(*args)
+
+    mlp.forward = named
+    llm.start_profile()
+    generate(llm, [prompt(5)], 2)
+    llm.stop_profile()
+    threads = profiled(tmp_path)
+    assert threads["layers.1.mlp"] <= threads["aten::copy_"]
+    assert not threads["layers.1.mlp"] & {threading.get_native_id()}
+    llm.shutdown()
+
+
 def test_rpc_model_world_and_metrics(llm, tmp_path: Path, monkeypatch):
     assert llm.collective_rpc("get_kv_cache_specs") == [llm.llm_engine.worker.get_kv_cache_specs()]
     assert llm.collective_rpc(lambda worker, a, b=0: (worker.device.type, a + b), args=(1,), kwargs={"b": 2}) == [
@@ -127,6 +159,7 @@ def test_rpc_model_world_and_metrics(llm, tmp_path: Path, monkeypatch):
     generate(llm, [prompt(5)], 2)
     llm.stop_profile()
     assert [path.name.startswith("mine-rank0.") for path in tmp_path.iterdir()] == [True]
+    assert "aten::" in str(profiled(tmp_path))
     for name in ("encode", "embed", "classify", "reward", "score"):
         with pytest.raises(NotImplementedError, match=f"LLM.{name}"):
             getattr(llm, name)("a")

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from vllm import forward_context
 from vllm.compilation.device_graph import GRAPH, DevicePool, DeviceRecorder
@@ -165,6 +166,7 @@ class StepGraphs:
         self.steps: dict[int, CapturedStep] = {}
         self.eager_operators: set[str] = set()  # called between the pieces
         self._hooks: list[Any] = []
+        self._num_handles = -1
         self._held: list[Held] = []
         self._held_apart: list[Held] = []
         self._num_changes = 0
@@ -209,10 +211,15 @@ class StepGraphs:
         return any(owner.get(name) is not held for owner, name, held in looked_at)
 
     def _is_hooked(self) -> bool:
-        """Hooks of the model's modules are called in eager steps only."""
-        if hooked := any(self._hooks):
+        """Hooks of the model's modules are called in eager steps only. Where there was none, there is none before
+        torch has given out the next handle of one."""
+        if self._num_handles == RemovableHandle.next_id:
+            return False
+        if any(self._hooks):
             log_once(logger, logging.INFO, "steps run eagerly while the model's modules have forward hooks")
-        return hooked
+            return True
+        self._num_handles = RemovableHandle.next_id
+        return False
 
     @property
     def is_on(self) -> bool:
@@ -269,6 +276,7 @@ class StepGraphs:
         self.forget()
         self.is_stale = False
         if self.is_on:
+            self._num_handles = -1
             self._hooks = [h for m in self.runner.model.modules() for h in (m._forward_hooks, m._forward_pre_hooks)]
             loads = [x for m in self.runner.model.modules() if (x := getattr(m, "expert_load", None)) is not None]
             counted = [load.clone() for load in loads]

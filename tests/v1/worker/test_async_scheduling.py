@@ -78,6 +78,9 @@ PARAMS = st.fixed_dictionaries(
         "repetition_penalty": st.just(1.3),
         "frequency_penalty": st.just(0.5),
         "top_k": st.just(30),
+        "structured_outputs": st.sampled_from(
+            [{"regex": "[a-f]{2,6}"}, {"choice": ["abc", "abd", "xyz12"]}, {"regex": "(ab|b)*c"}]
+        ),
     },
 )
 # Prompts that begin alike, so that prefixes are found.
@@ -103,17 +106,17 @@ SHORT = {"max_num_seqs": 3, "max_num_batched_tokens": 20, "num_gpu_blocks_overri
 FUZZ = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True, "database": None}
 
 
-@given(arrivals=_arrivals(12, 5, aborts=True))
+@given(arrivals=_arrivals(12, 5, aborts=True), resets=st.sets(st.integers(1, 14), max_size=2))
 @settings(max_examples=25, **FUZZ)
 @pytest.mark.usefixtures("nan_poison")
-def test_the_same_comes_of_steps_ahead(engines: Any, arrivals: list[Arrival]) -> None:
-    """Room for all: cached tokens are the same, too."""
+def test_the_same_comes_of_steps_ahead(engines: Any, arrivals: list[Arrival], resets: set[int]) -> None:
+    """Room for all: cached tokens are the same, too. Prefixes are forgotten while a step is in flight."""
     ahead, one_by_one = engines(**ROOM)
     for llm in (ahead, one_by_one):
         llm.reset_prefix_cache()
     with late(0.002):
-        found = drive(ahead, arrivals)
-    compare(found, drive(one_by_one, arrivals))
+        found = drive(ahead, arrivals, resets=resets)
+    compare(found, drive(one_by_one, arrivals, resets=resets))
 
 
 @given(arrivals=_arrivals(6, 7, aborts=True))
@@ -272,7 +275,8 @@ def test_a_failure_is_told_at_once_with_the_step_and_layer_of_its_thread() -> No
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
-def test_a_step_that_fails_is_named_and_none_follows(folder: Path, ahead: bool) -> None:
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_a_step_that_fails_is_named_and_none_follows(folder: Path, where: str, ahead: bool) -> None:
     from vllm import LLM
     from vllm.v1.debug import watchdog
     from vllm.v1.engine.exceptions import EngineDeadError
@@ -284,12 +288,21 @@ def test_a_step_that_fails_is_named_and_none_follows(folder: Path, ahead: bool) 
         if get_place().step == 3:
             raise ValueError("injected")
 
-    handle = llm.llm_engine.worker.get_model().model.layers[1].mlp.register_forward_pre_hook(fails)
+    layer, buffers = "none", llm.llm_engine.worker.runner.buffers
+    if where == "host":
+        filling = buffers.filling
+        buffers.filling = lambda: fails() or filling()
+    else:
+        layer = r"model\.layers\.1\.\S+"
+        handle = llm.llm_engine.worker.get_model().model.layers[1].mlp.register_forward_pre_hook(fails)
     with pytest.raises(ValueError, match="injected"):
         llm.generate(prompts, params, use_tqdm=False)
-    named = r"failed: step 3 failed, layer model\.layers\.1\.\S+: ValueError\('injected'\)"
+    named = rf"failed: step 3 failed, layer {layer}: ValueError\('injected'\)"
     assert re.fullmatch(named, watchdog._installed.ledger.state)
-    handle.remove()
+    if where == "host":
+        buffers.filling = filling
+    else:
+        handle.remove()
     for call in (lambda: llm.generate(prompts, params, use_tqdm=False), llm.llm_engine.step):
         assert not llm.llm_engine.has_unfinished_requests()
         with pytest.raises(EngineDeadError, match=r"no step follows one that failed, with ValueError\('injected'\)"):

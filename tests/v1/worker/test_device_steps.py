@@ -212,7 +212,7 @@ def test_a_decode_step_copies_what_it_drew_and_no_parameters(
         llm.llm_engine.step()
     llm.shutdown()
     assert there == given
-    assert back == [torch.int64, torch.bool] * 4
+    assert back == [torch.int64, torch.float32] * 4
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3.5-moe"])

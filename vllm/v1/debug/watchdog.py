@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -405,12 +405,7 @@ def telling(what: str) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def running(dp_rank: int, step: int) -> Iterator[None]:
+def running(dp_rank: int, step: int) -> AbstractContextManager[None]:
     """Around one step of this rank; names it for all diagnostics."""
     forward_context.set_current_step(step)
-    if _installed is None:
-        yield
-    else:
-        with _installed.running(dp_rank, step):
-            yield
+    return nullcontext() if _installed is None else _installed.running(dp_rank, step)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf, log
 from typing import Any
 
@@ -159,13 +159,13 @@ class SamplingState:
         self._cached = None
 
     def make_metadata(
-        self, rows: Sequence[int] | None = None, num_outputs: Sequence[int] | None = None
+        self, rows: Sequence[int] | None = None, num_outputs: Callable[[], Sequence[int]] | None = None
     ) -> SamplingMetadata:
         """The metadata of ``rows`` in that order, or of all occupied rows, which then must be 0 .. n-1.
 
-        ``num_outputs``: how many tokens each has sampled; by default those that its request has. Reads the requests'
-        tokens as they are now (``Request.reads_tokens`` says which may lack none). The same object comes back while
-        nothing changed.
+        ``num_outputs`` tells how many tokens each has sampled; by default those that its request has. Reads the
+        requests' tokens as they are now (``Request.reads_tokens`` says which may lack none). The same object comes back
+        while nothing changed.
         """
         key = None if rows is None else tuple(rows)
         if self._cached is None or key != self._key:
@@ -173,9 +173,8 @@ class SamplingState:
             self._key = key
         if not self._history:
             return self._cached
-        if num_outputs is None:
-            num_outputs = [row.request.num_output_tokens for row in self._chosen]
-        return dataclasses.replace(self._cached, **self._from_history(num_outputs))
+        counts = [row.request.num_output_tokens for row in self._chosen] if num_outputs is None else num_outputs()
+        return dataclasses.replace(self._cached, **self._from_history(counts))
 
     def chosen(self) -> Sequence[_Row]:
         """What the last metadata was made of, row by row."""

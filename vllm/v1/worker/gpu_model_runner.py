@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -304,10 +305,12 @@ class GPUModelRunner:
         layout, output, state = inputs.layout, step.scheduler_output, self.input_batch.sampling
         if not len(layout.sampling):
             return None
-        num_outputs = [
-            output.num_computed_tokens[i] + output.num_scheduled_tokens[i] - output.requests[i].num_prompt_tokens
-            for i in layout.sampling.tolist()
-        ]
+
+        def num_outputs() -> list[int]:
+            ends = map(add, output.num_computed_tokens, output.num_scheduled_tokens)
+            numbers = [end - request.num_prompt_tokens for end, request in zip(ends, output.requests, strict=True)]
+            return [numbers[i] for i in layout.sampling.tolist()]
+
         metadata = state.make_metadata(layout.sampled_rows.tolist(), num_outputs)
         step.chosen = state.chosen()
         return metadata
