@@ -13,6 +13,7 @@ from typing import Any
 import launcher
 import pytest
 import rank_checks
+import tiny_experts  # noqa: F401  adds to tiny_models
 import tiny_hybrids as hybrids
 import tiny_models as tiny
 import torch
