@@ -296,7 +296,7 @@ def test_an_engine_under_an_address_space_limit_plans_a_cache_that_fits_and_serv
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
