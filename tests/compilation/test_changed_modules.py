@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kind of fault: a captured step goes on as if its modules were as they were: a tensor of one is another, or
-somebody wants to see what it computes."""
+"""The kinds of fault: a captured step goes on as if its modules were as they were, though a tensor of one is another or
+somebody wants to see what it computes; or what is captured in service for that reason costs a request its cache."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import pytest
+import tiny_hybrids as hybrids
 import tiny_models as tiny
 import torch
 
@@ -69,4 +70,38 @@ def test_a_hook_that_comes_later_is_called() -> None:
         tiny.generate(llm, [tiny.prompt(5)], 4)
         assert len(seen) == 4
         hook.remove()
+    llm.shutdown()
+
+
+def test_batches_of_a_capture_in_service_reach_no_request() -> None:
+    """They write to blocks that cached prefixes lie in: not while a request has found some, and none is found later."""
+    sizes = {"compilation_config": {"cudagraph_capture_sizes": [1]}, "max_num_seqs": 1, "max_model_len": 160}
+    sizes["num_gpu_blocks_override"] = 12
+    llm = tiny.make_llm("llama", enable_prefix_caching=True, **sizes)
+    runner = llm.llm_engine.engine_core.worker.runner
+    known, other = tiny.prompt(50), tiny.prompt(3, seed=1)
+
+    def found(prompt: tuple[int, ...]) -> int:
+        (output,) = tiny.generate(llm, [prompt], 4)
+        assert tiny.tokens([output]) == [tiny.greedy("llama", prompt, 4)]
+        return output.num_cached_tokens
+
+    assert found(known) == 0
+    runner.model.model.norm.weight = runner.model.model.norm.weight.clone()
+    assert found(known) > 0
+    assert runner.graphs.is_stale, "captured while a request holds cached blocks"
+    assert found(other) == 0
+    assert not runner.graphs.is_stale
+    assert found(known) == 0
+    assert found(known) > 0
+    llm.shutdown()
+
+
+def test_captures_leave_no_state() -> None:
+    llm = hybrids.make_llm("qwen3-next", enforce_eager=False, compilation_config={"cudagraph_capture_sizes": [8]})
+    runner = llm.llm_engine.engine_core.worker.runner
+    pools = [layer.recurrent_state for layer in runner.cached_layers.values() if hasattr(layer, "clear_state")]
+    assert pools
+    assert runner.graphs.steps
+    assert not any(pool[1:].any() for pool in pools)
     llm.shutdown()

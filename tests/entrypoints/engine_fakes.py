@@ -118,7 +118,7 @@ class FakeWorker:
 
     def load_model(self) -> None: ...
 
-    def take_new_weights(self) -> bool:
+    def take_stale_caches(self) -> bool:
         return False
 
     def shutdown(self) -> None: ...

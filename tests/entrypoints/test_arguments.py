@@ -227,6 +227,7 @@ LIST_HINT = r"give a list of whole numbers of rows, such as \[1, 2, 4\]"
         ([True], LIST_HINT),
         (8, rf"=8: {LIST_HINT}"),
         ("1,2", LIST_HINT),
+        ([8, 80, 900], r"\[900\]: no step has more rows than max_num_batched_tokens=64; leave them out"),
         ([8, 64, 65, 900], r"\[65, 900\]: no step has more rows than max_num_batched_tokens=64; leave them out"),
     ],
     ids=str,

@@ -93,7 +93,7 @@ def test_prefix_cache_hit_at_every_offset_of_a_block(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_padded_rows(name: str) -> None:
     """Token counts padded up to capture sizes: pad rows in every step, and none of them may be seen."""
-    sizes = [8, 16, 24, 48, 96, 128]
+    sizes = [8, 16, 24, 48, 100]
     got = run(name, max_num_batched_tokens=96, compilation_config={"cudagraph_capture_sizes": sizes})
     assert got == expected(name)
     got = run(name, PROMPTS[:3], compilation_config={"cudagraph_capture_sizes": sizes})

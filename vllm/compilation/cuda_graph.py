@@ -184,7 +184,9 @@ class StepGraphs:
         if self._is_hooked():
             return CUDAGraphMode.NONE
         if self.is_stale:
-            return CAPTURE if len(self.runner.input_batch.row_of) == len(step.started) else CUDAGraphMode.NONE
+            # the batches of a capture write over what the caches hold
+            is_held = len(self.runner.input_batch.row_of) > len(step.started) or any(step.num_computed_tokens)
+            return CUDAGraphMode.NONE if is_held else CAPTURE
         if not self.steps:
             return CUDAGraphMode.NONE
         num_tokens, scheduled = step.total_num_scheduled_tokens, step.num_scheduled_tokens
@@ -282,6 +284,7 @@ class StepGraphs:
             counted = [load.clone() for load in loads]
             with without_garbage():
                 self._capture_all(self.sizes())
+            self.runner.clear_states(range(1, self.runner.kv_cache_config.num_state_slots))
             for load, before in zip(loads, counted, strict=True):  # no batch of the captures' is anybody's
                 load.copy_(before)
             self._num_changes = Layer.num_changes
@@ -428,7 +431,6 @@ class StepGraphs:
         inputs, context = self._prepare(step.size, trial)
         with context:
             found = step.replay(_places(inputs))[:real]
-        self.runner.clear_states(trial.seed % 2 + np.arange(1, len(trial.scheduled) + 1))
         if not torch.equal(_bits(found), _bits(expected)):
             rows = (_bits(found) != _bits(expected)).any(1).nonzero().flatten().tolist()
             raise CaptureError(

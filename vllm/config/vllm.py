@@ -32,12 +32,14 @@ class VllmConfig:
                 "lower the latter or set enable_chunked_prefill=True"
             )
         graphs = self.compilation_config
-        name = "max_num_batched_tokens"
+        # a step of the largest count is padded to the next size, but decodes are captured alone
+        name, limit = "max_num_batched_tokens", scheduler.max_num_batched_tokens
+        most = graphs.padded_size(limit)
         if graphs.cudagraph_mode is CUDAGraphMode.FULL_DECODE_ONLY:
-            name = "max_num_seqs"
-        most = getattr(scheduler, name)
+            name, limit = "max_num_seqs", scheduler.max_num_seqs
+            most = limit
         if too_large := [size for size in graphs.cudagraph_capture_sizes if size > most]:
             raise ValueError(
-                f"cudagraph_capture_sizes {too_large}: no step has more rows than {name}={most}; leave them out, or "
+                f"cudagraph_capture_sizes {too_large}: no step has more rows than {name}={limit}; leave them out, or "
                 f"raise {name}"
             )

@@ -124,7 +124,7 @@ class EngineCore:
         ``EngineDeadError`` is all that comes of a step."""
         if self.failure:
             raise EngineDeadError(f"no step follows one that failed, with {self.failure}; make a new engine")
-        if self.worker.take_new_weights():
+        if self.worker.take_stale_caches():
             self.scheduler.reset_prefix_cache()
         try:
             with self.worker.step():

@@ -84,7 +84,7 @@ class GPUModelRunner:
         self.vllm_config, self.platform, self.device = vllm_config, platform, device
         self.model: CausalLM
         scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
-        self.max_num_tokens = scheduler.max_num_batched_tokens
+        self.max_num_tokens = vllm_config.compilation_config.padded_size(scheduler.max_num_batched_tokens)
         asked = vllm_config.compilation_config.cudagraph_mode
         self.graph_bytes = 0  # what was left for captured steps on a device when the caches were sized
         self.graph_mode = CUDAGraphMode[
@@ -100,6 +100,7 @@ class GPUModelRunner:
         self.step_buffers = StepBuffers(self.max_num_tokens, self.device)
         self.any_unfinished_across_dp = False
         self.stopping = False  # vote to leave
+        self.has_overwritten_caches = False  # by batches of captures
         self.agreement: DPAgreement | None = None
         model_config, cache, max_num_reqs = vllm_config.model_config, vllm_config.cache_config, scheduler.max_num_seqs
         # DP ranks serve different requests: those without a seed of their own draw differently on each.
@@ -250,6 +251,7 @@ class GPUModelRunner:
         if agreement.cudagraph_mode == CAPTURE:
             self.stream.wait()
             self.graphs.capture()
+            self.has_overwritten_caches = True
         self.agreement, self.any_unfinished_across_dp = agreement, agreement.any_unfinished
         captured = self.graphs.num_reqs(agreement.num_tokens_padded)
         plan = BatchPlan.make(agreement, len(scheduler_output.requests), captured)

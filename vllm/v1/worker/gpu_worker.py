@@ -157,8 +157,9 @@ class Worker:
     def apply_model(self, func: Callable[[CausalLM], Any]) -> Any:
         return func(self.get_model())
 
-    def take_new_weights(self) -> bool:
-        """Whether ``load_weights`` changed the model since the last call: what was computed before is stale then.
+    def take_stale_caches(self) -> bool:
+        """Whether ``load_weights`` changed the model since the last call, or captures in service wrote over the caches:
+        what was computed before means nothing then.
 
         Raises:
             ValueError: the engine sleeps, or weights have not come that sleep(level=2) dropped, or that lie in one
@@ -179,7 +180,8 @@ class Worker:
             # Head and embedding may come in any order, so whether they are alike is known now.
             with torch.no_grad():
                 model.lm_head.settle_tie()
-        return changed
+        overwritten, self.runner.has_overwritten_caches = self.runner.has_overwritten_caches, False
+        return changed or overwritten
 
     def sleep(self, level: int = 1) -> None:
         """Give back the KV cache; with ``level`` 2 the weights too, on devices with 1 as well (kept on the host)."""
