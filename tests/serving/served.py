@@ -8,7 +8,7 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,14 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def left_of(pids: Iterable[int], within_s: float = 5.0) -> list[int]:
+    """Which of ``pids`` stay; what was killed at the end takes a moment to go."""
+    end = time.monotonic() + within_s
+    while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < end:
+        time.sleep(0.01)
+    return left
 
 
 def thread_names(pid: int) -> list[str]:

@@ -42,7 +42,7 @@ def llm(request: pytest.FixtureRequest) -> Iterator[AsyncLLM]:
     yield llm
     llm.shutdown(5)
     assert llm.ranks.dead is None
-    assert not [name for name, pid in pids.items() if served.alive(pid)]
+    assert not served.left_of(pids.values()), pids
     assert served.remains() == before
     with pytest.raises(EngineDeadError, match="shut"):
         asyncio.run(served.tokens(llm, 5, 3, "late"))

@@ -152,7 +152,7 @@ def test_load_drill(seconds: int) -> None:
         assert min(ends[kind] for kind in ("whole", "left", "bad")) > CLIENTS / 20, ends
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0, process.communicate()[1]
-        assert not [pid for pid in pids if served.alive(pid)]
+        assert not served.left_of(pids)
 
     async def status(port: int) -> str:
         try:

@@ -187,7 +187,7 @@ def test_sigterm_drains_and_ends_well(model: str) -> None:
         assert rest.rstrip().endswith("data: [DONE]")
         assert '"finish_reason":"length"' in rest
         assert process.wait(30) == 0
-        assert not [pid for pid in pids if served.alive(pid)]
+        assert not served.left_of(pids)
         with pytest.raises(OSError):
             call(port, "GET", "/health")
 
@@ -214,7 +214,7 @@ def test_a_second_signal_does_not_wait(model: str, number: signal.Signals) -> No
         assert process.poll() is None, "the first signal does not let requests end"
         process.send_signal(number)
         process.wait(15)
-        assert not [pid for pid in pids if served.alive(pid)]
+        assert not served.left_of(pids)
         for connection in connections:
             connection.close()
 
@@ -236,4 +236,4 @@ def test_a_signal_at_the_start(model: str, number: signal.Signals, code: int) ->
         said, _ = process.communicate(timeout=15)
         assert process.returncode == code, said
         assert "Traceback" not in said
-        assert not [pid for pid in pids if served.alive(pid)]
+        assert not served.left_of(pids)

@@ -145,7 +145,7 @@ def test_torchrun_starts_the_ranks() -> None:
         said, _ = process.communicate(timeout=40)
         assert "ends:" not in said, said
         assert "was lost" not in said, said
-        assert not [pid for pid in pids if served.alive(pid)]
+        assert not served.left_of(pids)
     finally:
         process.kill()
         process.communicate()
