@@ -27,6 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         config.stash[_temporary] = tempfile.TemporaryDirectory(prefix="vllm-tests-", ignore_cleanup_errors=True)
         os.environ["TMPDIR"] = tempfile.tempdir = config.stash[_temporary].name
+        # torch makes it when it is first asked for: then it would look like something that an engine left
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.tempdir, "inductor"))
         os.chmod(tempfile.tempdir, 0o711)  # a test that gives up root's rights finds its own folder
 
 

@@ -73,10 +73,8 @@ def hear(process: subprocess.Popen[str], word: str) -> Any:
 
 
 def wait_for_end(pids: dict[str, int], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while left := {name: pid for name, pid in pids.items() if served.alive(pid)}:
-        assert time.monotonic() < end, f"still there: {left}"
-        time.sleep(0.02)
+    left = served.left_of(pids.values(), seconds)
+    assert not left, f"still there: {left} of {pids}"
 
 
 @pytest.mark.parametrize(("victim", "how", "named"), DRILLS)
