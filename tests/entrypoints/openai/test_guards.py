@@ -348,6 +348,7 @@ def test_bodies_that_do_not_come(engine: InlineEngine):
 def test_a_client_that_does_not_read(engine: InlineEngine, stream: bool):
     """Its request ends, be it before the tokens do, and so does its connection with all that waits for it."""
     engine.aborted.clear()
+    steps = engine.call(lambda llm: llm.stats.steps)
     with serving(engine, response_write_timeout=0.3) as server, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
         client.settimeout(30)
@@ -355,8 +356,10 @@ def test_a_client_that_does_not_read(engine: InlineEngine, stream: bool):
         content = json.dumps({**LONG, "stream": stream, "logprobs": 5}).encode()
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
         client.sendall(f"{head}{len(content)}\r\n\r\n".encode() + content)
-        if stream:
-            wait_until(lambda: engine.aborted, "the request was not aborted")
+        if stream:  # the engine stands still with more written than the client takes
+            wait_until(lambda: engine.call(lambda llm: llm.stats.steps) > steps + 20, "no tokens came")
+            with engine.held():
+                wait_until(lambda: engine.aborted, "the request was not aborted")
         else:
             wait_until(lambda: server.http.get("/load").json() == {"server_load": 1}, "the request has not begun")
             wait_until(lambda: server.http.get("/load").json() == {"server_load": 0}, "the request has not ended")

@@ -129,7 +129,7 @@ class EventStream(Response):
     """Server-sent events, until their end or until the client leaves. Begins with the first event, so an error before
     that is an answer of its own."""
 
-    def __init__(self, events: AsyncGenerator[str, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self.headers["content-type"] = "text/event-stream; charset=utf-8"
@@ -141,11 +141,11 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         begun = False
         async with contextlib.aclosing(self.events):
-            async for text in self.events:
+            async for event in self.events:
                 if not begun:
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                     begun = True
-                await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+                await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -8,7 +8,6 @@ import contextlib
 import copy
 import functools
 import inspect
-import json
 import re
 import threading
 import time
@@ -17,6 +16,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 from starlette.requests import Request
 
 from vllm.engine.protocol import EngineClient
@@ -34,6 +34,7 @@ from vllm.v1.engine.input_processor import EngineInput, InputProcessor
 _T = TypeVar("_T")
 _LOWEST_LOGPROB = -9999.0  # JSON has no -inf
 _NUM_THREADS = 4
+as_json = msgspec.json.Encoder().encode  # a tenth of json's time, for each token that is streamed
 
 
 class Job(NamedTuple):
@@ -63,6 +64,8 @@ class Serving:
         self._copying = threading.Lock()
         self.tokenizer = copy.deepcopy(engine.tokenizer)  # the event loop's
         template_call = getattr(self.tokenizer, "apply_chat_template", lambda **kwargs: None)
+        for _ in range(_NUM_THREADS):  # not with the first requests: a tokenizer takes a tenth of a second
+            self._threads.submit(self.processor)
         self._template_arguments = set(inspect.signature(template_call).parameters) - {"kwargs"}
 
     def shutdown(self) -> None:
@@ -181,35 +184,10 @@ class Serving:
             check_finish(output)
         return outputs
 
-    async def outputs(self, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    def outputs(self, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """(number of the prompt, output) as they come."""
         streams = self.streams(job)
-        queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue(len(streams))
-
-        async def pump(number: int, stream: AsyncGenerator[RequestOutput, None]) -> None:
-            end: Exception | None = None
-            async with contextlib.aclosing(stream):
-                try:
-                    async for output in stream:
-                        await queue.put((number, output))
-                except Exception as error:
-                    end = error
-            await queue.put((number, end))
-
-        tasks = [asyncio.ensure_future(pump(*one)) for one in enumerate(streams)]
-        try:
-            left = len(streams)
-            while left:
-                number, output = await queue.get()
-                if isinstance(output, Exception):
-                    raise output
-                if output is None:
-                    left -= 1
-                else:
-                    check_finish(output)
-                    yield number, output
-        finally:
-            await _end(tasks)
+        return _numbered(streams[0]) if len(streams) == 1 else _merged(streams)
 
     def token_name(self, token_id: int, logprob: Logprob | None, request: Sampling) -> str:
         """How a token is written in log-probabilities."""
@@ -226,6 +204,44 @@ async def _last(stream: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
             last = output
     assert last is not None, "the engine's stream ended without an output"
     return last
+
+
+async def _numbered(stream: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    async with contextlib.aclosing(stream):
+        async for output in stream:
+            check_finish(output)
+            yield 0, output
+
+
+async def _merged(
+    streams: Sequence[AsyncGenerator[RequestOutput, None]],
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue(len(streams))
+
+    async def pump(number: int, stream: AsyncGenerator[RequestOutput, None]) -> None:
+        end: Exception | None = None
+        async with contextlib.aclosing(stream):
+            try:
+                async for output in stream:
+                    await queue.put((number, output))
+            except Exception as error:
+                end = error
+        await queue.put((number, end))
+
+    tasks = [asyncio.ensure_future(pump(*one)) for one in enumerate(streams)]
+    try:
+        left = len(streams)
+        while left:
+            number, output = await queue.get()
+            if isinstance(output, Exception):
+                raise output
+            if output is None:
+                left -= 1
+            else:
+                check_finish(output)
+                yield number, output
+    finally:
+        await _end(tasks)
 
 
 async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
@@ -288,13 +304,12 @@ class Usage:
         }
 
 
-def event(payload: Any) -> str:
+def event(payload: dict[str, Any]) -> bytes:
     """One server-sent event."""
-    text = payload if isinstance(payload, str) else json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
-    return f"data: {text}\n\n"
+    return b"data: %b\n\n" % as_json(payload)
 
 
-async def with_errors(chunks: AsyncIterator[dict[str, Any]]) -> AsyncGenerator[str, None]:
+async def with_errors(chunks: AsyncIterator[dict[str, Any]]) -> AsyncGenerator[bytes, None]:
     """Events of ``chunks`` and the end; an error is an event too, the last before the end.
 
     The first chunk's error is raised: the answer has not begun, and can still say what it is.
@@ -308,7 +323,7 @@ async def with_errors(chunks: AsyncIterator[dict[str, Any]]) -> AsyncGenerator[s
         if not begun:
             raise
         yield event(as_api_error(error).body())
-    yield event("[DONE]")
+    yield b"data: [DONE]\n\n"
 
 
 def choice_end(completion: CompletionOutput) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from vllm.entrypoints.openai.errors import APIError, as_api_error
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest, Dicts, Sampling
-from vllm.entrypoints.openai.serving import Job
+from vllm.entrypoints.openai.serving import Job, as_json
 from vllm.entrypoints.openai.serving_chat import ServingChat
 
 # Fields that ask for what is not here, and the values that ask for nothing.
@@ -149,16 +149,16 @@ class ServingResponses:
 
     async def chunks(
         self, request: ResponsesRequest, job: tuple[ChatCompletionRequest, Job]
-    ) -> AsyncGenerator[str, None]:
+    ) -> AsyncGenerator[bytes, None]:
         events, reason = _Events(request, job[1]), None
         usage: dict[str, Any] = {}
         number = 0
 
-        def text(event: dict[str, Any]) -> str:
+        def text(event: dict[str, Any]) -> bytes:
             nonlocal number
-            body = json.dumps({**event, "sequence_number": number}, ensure_ascii=False, separators=(",", ":"))
+            body = as_json({**event, "sequence_number": number})
             number += 1
-            return f"event: {event['type']}\ndata: {body}\n\n"
+            return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), body)
 
         begun = False
         try:
