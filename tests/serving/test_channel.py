@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import select
 import socket
+import subprocess
+import sys
 import threading
 from multiprocessing import AuthenticationError
 from typing import Any
@@ -146,3 +149,24 @@ def test_all_ranks_of_a_group_get_the_same_commands() -> None:
 def test_parameters_of_the_front_end_stay_there() -> None:
     everything: dict[str, Any] = params_on_the_wire(SamplingParams())
     assert everything == {}
+
+
+@pytest.mark.parametrize("unread", [False, True])
+def test_an_agent_ends_with_its_front_end(unread: bool):
+    """Also where the front end is killed with words of the agent unread, which resets the connection."""
+    front, other = socket.socketpair()
+    program = (
+        "import os, socket, sys; from vllm.v1.engine.agent import _follow;"
+        "_follow(socket.socket(fileno=int(sys.argv[1])), 60.0, os.getppid(), print)"
+    )
+    command = [sys.executable, "-c", program, str(other.fileno())]
+    with other, subprocess.Popen(command, stderr=subprocess.PIPE, text=True, pass_fds=[other.fileno()]) as agent:
+        try:
+            assert front.recv(1)
+            if unread:
+                assert select.select([front], [], [], 30)[0], "the agent has not said again that it lives"
+            front.close()
+            _, said = agent.communicate(timeout=30)
+        finally:
+            agent.kill()
+    assert (agent.returncode, "the front end has ended" in said) == (1, True), said

@@ -30,12 +30,17 @@ def _follow(front: socket.socket, silence_s: float, parent: int, kill_ranks: Cal
     now = time.monotonic()
     quiet_s = 0.0
     while True:
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # full, or the other end is gone: then there is something to read
             front.send(ALIVE)
         readable, _, _ = select.select([front], [], [], 1.0)
         before, now = now, time.monotonic()
         quiet_s = 0.0 if readable else quiet_s + min(now - before, 2.0)  # this process, too, may have been stopped
-        said = front.recv(1 << 12) if readable else ALIVE
+        said = ALIVE
+        if readable:
+            try:
+                said = front.recv(1 << 12)
+            except ConnectionResetError:  # it ended with words of this process unread
+                said = b""
         for attempt in re.findall(KILL_RANKS + rb"(\d+);", said):
             kill_ranks(int(attempt))
         if not said or quiet_s > silence_s:
