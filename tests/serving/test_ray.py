@@ -76,7 +76,7 @@ def folder() -> Iterator[str]:
     try:
         with served.environment(**variables):
             yield folder
-            wait_for_none(seconds=40)
+            wait_for_none(seconds=90)  # 60 of them are what Ray 2.60 gives its agents once its store is gone
     finally:
         for pid in marked():
             with contextlib.suppress(ProcessLookupError):
