@@ -518,6 +518,21 @@ def test_sizes_that_the_caches_are_too_small_for(caplog: pytest.LogCaptureFixtur
     llm.shutdown()
 
 
+def test_a_size_that_the_largest_step_is_padded_to() -> None:
+    """Of 12 tokens at most; those of 9 to 12 are padded to 16, and replayed."""
+    llm = make_llm(
+        "llama",
+        compilation_config={"cudagraph_capture_sizes": [2, 8, 16]},
+        max_num_batched_tokens=12,
+        max_num_seqs=4,
+    )
+    assert captured(llm) == [2, 8, 16]
+    assert tiny.tokens(tiny.generate(llm, [tiny.prompt(11)], 4)) == [tiny.greedy("llama", tiny.prompt(11), 4)]
+    assert runner_of(llm).counts.replayed == 4
+    assert runner_of(llm).counts.padded_rows == 5 + 3 * 1
+    llm.shutdown()
+
+
 def test_decodes_only() -> None:
     llm = make_llm(
         "llama", compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2]}

@@ -332,8 +332,7 @@ class StepGraphs:
 
     def sizes(self) -> list[int]:
         runner = self.runner
-        limit = runner.vllm_config.scheduler_config.max_num_batched_tokens
-        limit = min(limit, self.max_num_seqs) if self.decode_only else limit
+        limit = self.max_num_seqs if self.decode_only else runner.max_num_tokens
         if is_host(runner.device) and (launched := self._interpreted()):
             logger.warning("steps are not captured: %s by kernels that run interpreted, in seconds", launched)
             return []
