@@ -128,11 +128,11 @@ def passes(function: Callable[[int], Any]) -> tuple[CapturedStep, Any]:
         for i, recorder in enumerate(recorders):
             with recorder.recording():
                 results.append(function(i))
-    (one, kept), (two, _) = (recorder.take_over() for recorder in recorders)
+    (one, first_kept), (two, kept) = (recorder.take_over() for recorder in recorders)
     compare(one, two, 4)
-    del kept
+    del first_kept
     outside = [call.operator for call in two if call.replay is not None and call.operator != GRAPH]
-    return CapturedStep(4, [c.replay for c in two if c.replay], outside, pool.alias(results[1]), {}, None), results[1]
+    return CapturedStep(4, [c.replay for c in two if c.replay], outside, pool.alias(results[1]), {}, kept), results[1]
 
 
 def randn(*shape: int) -> torch.Tensor:
@@ -181,6 +181,14 @@ def test_a_tensor_that_is_made_anew_for_each_step_is_found(device: late_device.D
     made = iter([randn(4, 8) for _ in range(2)])
     with pytest.raises(CaptureError, match=r"rms_norm was given argument 0\.0: \d+ and \d+"):
         passes(lambda _: ops.rms_norm(next(made), w, 1e-6))
+
+
+def test_what_a_graph_reads_lives_as_long_as_it(device: late_device.Device) -> None:
+    """A device's graph holds addresses; those of the stand-in hold the tensors, so what the step keeps is looked at."""
+    x, w = randn(4, 8), randn(8)
+    step, _ = passes(lambda _: ops.rms_norm(x.exp(), w, 1e-6))
+    kept = {one.data_ptr() for one in step._kept if isinstance(one, torch.UntypedStorage)}
+    assert kept == {x.untyped_storage().data_ptr(), w.untyped_storage().data_ptr()}, "and nothing that the pass made"
 
 
 def test_a_branch_of_the_host_is_found(device: late_device.Device) -> None:

@@ -167,6 +167,39 @@ def test_a_pass_that_runs_short_of_memory_goes_on_to_its_end(monkeypatch: pytest
     assert pool.is_free
 
 
+def test_nothing_is_recorded_after_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is short for what a call outside of the recording gives."""
+    pool, x = MemoryPool(), torch.randn(4)
+    pool.empty((1,), (1,), torch.float32)  # there is memory now
+    take, left = pool._take, iter(range(1))
+
+    def short(size: int) -> tuple[int, int]:
+        if next(left, None) is None:
+            raise MemoryError("no room")
+        return take(size)
+
+    monkeypatch.setattr(pool, "_take", short)
+    exchange = outside(lambda x: x * 2)
+    recorder = Recorder(pool, lambda: "layer", lambda name: None)
+    with torch.inference_mode(), without_garbage(), pytest.raises(MemoryError, match="no room"), recorder.recording():
+        found = exchange(x + 1).sin()
+    assert torch.equal(found, ((x + 1) * 2).sin())
+    assert len(recorder.calls) == 2, [call.operator for call in recorder.calls]
+
+
+@needs_kernels
+def test_what_kernels_read_lives_as_long_as_the_recording() -> None:
+    held, norm = [torch.randn(3, 16)], torch.ones(16)
+    recorder, result = record(lambda: ops.rms_norm(held[0], norm, 1e-6))
+    right = result.clone()
+    kept = recorder.take_over()
+    held.clear()
+    others = [torch.full((3, 16), 7.0) for _ in range(64)]  # where a tensor that is gone would lie
+    replay(recorder)
+    assert torch.equal(result, right)
+    del kept, others
+
+
 def scaled(x: torch.Tensor) -> torch.Tensor:
     return ops.rms_norm(x, torch.tensor([0.5, 1, 2, float("nan")] * 4), 1e-6) + torch.tensor(3.0)
 
