@@ -165,12 +165,12 @@ def agree_alone(
     bucket: Callable[[int], int] | None,
 ) -> DPAgreement:
     """``agree`` on the vote of the only rank; see there and :class:`DPVote`."""
-    mode, most = common_mode((cudagraph_mode,)), max(num_tokens_padded, 1)
+    rows = num_tokens_padded
     if not num_tokens_unpadded:
-        most = 0
-    elif mode > 0 and bucket is not None:
-        most = _captured_size(bucket, most)
-    return DPAgreement((num_tokens_unpadded,), (most,), mode, bool(has_unfinished), step, 0, bool(stopping))
+        rows = 0
+    elif cudagraph_mode > 0 and bucket is not None:
+        rows = _captured_size(bucket, rows)
+    return DPAgreement((num_tokens_unpadded,), (rows,), cudagraph_mode, has_unfinished, step, 0, stopping)
 
 
 def _captured_size(bucket: Callable[[int], int], rows: int) -> int:
@@ -214,8 +214,9 @@ def coordinate_batch_across_dp(
         num_tokens_padded = num_tokens_unpadded
     assert num_tokens_padded >= num_tokens_unpadded >= 0, f"{num_tokens_padded} rows for {num_tokens_unpadded} tokens"
     if group.world_size == tp.world_size == 1:
-        mode = int(cudagraph_mode)
-        return agree_alone(num_tokens_unpadded, num_tokens_padded, mode, has_unfinished, step, stopping, bucket)
+        return agree_alone(
+            num_tokens_unpadded, num_tokens_padded, cudagraph_mode, has_unfinished, step, stopping, bucket
+        )
     own = DPVote(
         num_tokens_unpadded,
         num_tokens_padded,

@@ -243,7 +243,7 @@ class GPUModelRunner:
 
     def _agree(self, scheduler_output: SchedulerOutput, has_unfinished: bool) -> BatchPlan:
         """One reduction over the DP ranks decides the step's sizes and whether anyone has work left."""
-        num_tokens = scheduler_output.total_num_scheduled_tokens
+        num_tokens, parallel = scheduler_output.total_num_scheduled_tokens, self.vllm_config.parallel_config
         begun = time.perf_counter()
         agreement = coordinate_batch_across_dp(
             num_tokens,
@@ -254,9 +254,9 @@ class GPUModelRunner:
             bucket=self.graphs.bucket,
             pad_to_max=self.pad_to_max,
             stopping=self.stopping,
-            work=self._digest_of(scheduler_output) if get_tp_group().world_size > 1 else 0,
+            work=self._digest_of(scheduler_output) if parallel.tensor_parallel_size > 1 else 0,
         )
-        waited = time.perf_counter() - begun if self.vllm_config.parallel_config.world_size > 1 else 0.0
+        waited = time.perf_counter() - begun if parallel.world_size > 1 else 0.0
         self.step += 1
         if agreement.cudagraph_mode == CAPTURE:
             self.stream.wait()
