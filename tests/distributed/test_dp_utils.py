@@ -22,7 +22,16 @@ from vllm.distributed import (
     initialize_model_parallel,
 )
 from vllm.platforms import POLICIES
-from vllm.v1.worker.dp_utils import DPAgreement, DPVote, LockstepError, agree, coordinate_batch_across_dp, pads_to_max
+from vllm.v1.worker.dp_utils import (
+    CAPTURE,
+    DPAgreement,
+    DPVote,
+    LockstepError,
+    agree,
+    agree_alone,
+    coordinate_batch_across_dp,
+    pads_to_max,
+)
 
 BUCKETS = CompilationConfig(cudagraph_capture_sizes=(1, 2, 4, 8, 16, 64)).padded_size
 
@@ -118,6 +127,23 @@ def _ballots(draw: st.DrawFn) -> list[DPVote]:
             )
         )
     return votes
+
+
+@given(_ballots(), st.booleans(), st.booleans(), st.sampled_from([CAPTURE, 0, 1, 2]))
+def test_a_rank_alone_decides_what_a_vote_of_one_does(
+    votes: list[DPVote], with_buckets: bool, stopping: bool, mode: int
+) -> None:
+    vote, bucket = votes[0]._replace(cudagraph_mode=mode, stopping=int(stopping)), BUCKETS if with_buckets else None
+    alone = agree_alone(
+        vote.num_tokens_unpadded,
+        vote.num_tokens_padded,
+        mode,
+        bool(vote.has_unfinished),
+        vote.step,
+        stopping,
+        bucket,
+    )
+    assert alone == agree([vote], 0, bucket)
 
 
 @given(_ballots(), st.booleans())

@@ -116,6 +116,9 @@ class FakeWorker:
     def step(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    def cause_of(self, error: BaseException) -> BaseException:
+        return error
+
     def load_model(self) -> None: ...
 
     def take_stale_caches(self) -> bool:

@@ -233,7 +233,7 @@ class StepGraphs:
         return CUDAGraphMode.FULL if self.is_whole else CUDAGraphMode.PIECEWISE
 
     def size_for(self, rows: int) -> int | None:
-        return min((size for size in self.steps if size >= rows), default=None)
+        return rows if rows in self.steps else min((size for size in self.steps if size >= rows), default=None)
 
     def bucket(self, rows: int) -> int:
         size = self.size_for(rows)

@@ -213,9 +213,9 @@ class PersistentBuffer:
         """What this step wrote (by ``fill_columns``: side by side); it stays so until the second step after it."""
         return self._hosts[self.staging.current]
 
-    def rows(self, num_rows: int) -> torch.Tensor:
-        """The device's view of rows [0, num_rows)."""
-        return self._part(num_rows)
+    def rows(self, *shape: int) -> torch.Tensor:
+        """The device's view of so many first rows, and columns where it has any."""
+        return self._part(*shape)
 
     def host_rows(self, num_rows: int) -> torch.Tensor:
         """``host``, rows [0, num_rows)."""

@@ -202,6 +202,7 @@ def test_a_decode_step_copies_what_it_drew_and_no_parameters(
 
     monkeypatch.setattr(transfers.HostCopies, "add", added)
     llm = tiny.make_llm("qwen3")
+    llm.llm_engine.worker.runner.is_host = False  # as on a device, where what comes to the host is copied
     params = SamplingParams(max_tokens=5, ignore_eos=True, detokenize=False, **kwargs)
     for i in range(2):
         llm.llm_engine.add_request(str(i), {"prompt_token_ids": list(tiny.prompt(9))}, params)

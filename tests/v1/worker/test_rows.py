@@ -73,7 +73,7 @@ def test_the_last_tokens_on_the_host_are_those_of_a_device() -> None:
     device._on_host = None
     for rows, tokens in (([2, 0], [7, 5]), ([3, 2], [9, 8])):
         for last in (host, device):
-            last.put(torch.tensor(rows), torch.tensor(tokens))
+            last.put(torch.tensor(rows), rows, torch.tensor(tokens))
     for last in (host, device):
         ids = torch.tensor([-1, 6, -3, -4, 0, -2])
         last.fill_in(ids)

@@ -81,9 +81,11 @@ _FUNCTIONS = (
     "vc_quantized_experts",
     "vc_gated_delta_net",
     "vc_run",
+    "vc_step_inputs",
 )
-# A step may be made of these; the others are for weights that are loaded.
-_OF_A_STEP = tuple(name for name in _FUNCTIONS if name not in ("vc_panel_width", "vc_matrix_unit", "vc_run"))
+# A step may be made of these; the others are for weights that are loaded, and around steps.
+_OUTSIDE_STEPS = ("vc_panel_width", "vc_matrix_unit", "vc_run", "vc_step_inputs")
+_OF_A_STEP = tuple(name for name in _FUNCTIONS if name not in _OUTSIDE_STEPS)
 
 
 def _kernels() -> Any:

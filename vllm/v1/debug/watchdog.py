@@ -131,22 +131,12 @@ class Diagnosis:
         """Whether a step goes on, here or on the thread that stands for the device."""
         return self._step_runs or forward_context.device_place is not None
 
-    @contextmanager
-    def running(self, dp_rank: int, step: int) -> Iterator[None]:
+    def running(self, dp_rank: int, step: int) -> AbstractContextManager[None]:
         """Around one step: only inside can anything stall."""
-        trace = f"[TRACE] rank={self.ledger.rank} execute_model %s dp={dp_rank} iter={step}"
-        if self.ledger.prints:
-            print(trace % "ENTER", flush=True)
-        self._host, self._step_runs = forward_context.get_place(), True
-        try:
-            yield
-        except BaseException as error:
-            self.fail_in_step(error)
-            raise
-        finally:
-            self._step_runs = False
-        if self.ledger.prints:
-            print(trace % "EXIT", flush=True)
+        return _Running(self, dp_rank, step)
+
+    def step_runs(self, runs: bool) -> None:
+        self._host, self._step_runs = forward_context.get_place(), runs
 
     def fail_in_step(self, error: BaseException, grace_s: float = _GRACE_S) -> None:
         """``error`` ends the step that the calling thread is in."""
@@ -348,6 +338,30 @@ def _start_of(pid: int) -> str:
     except OSError:
         return ""
     return "" if state in "ZX" else fields[18]
+
+
+class _Running:
+    """A step while it is entered."""
+
+    def __init__(self, diagnosis: Diagnosis, dp_rank: int, step: int) -> None:
+        self._diagnosis, self._dp_rank, self._step = diagnosis, dp_rank, step
+
+    def _print(self, what: str) -> None:
+        if (ledger := self._diagnosis.ledger).prints:
+            print(f"[TRACE] rank={ledger.rank} execute_model {what} dp={self._dp_rank} iter={self._step}", flush=True)
+
+    def __enter__(self) -> None:
+        self._print("ENTER")
+        self._diagnosis.step_runs(True)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        try:
+            if error is not None:
+                self._diagnosis.fail_in_step(error)
+        finally:
+            self._diagnosis.step_runs(False)
+        if error is None:
+            self._print("EXIT")
 
 
 _installed: Diagnosis | None = None

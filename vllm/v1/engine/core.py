@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,29 @@ class EngineStats:
     def since(self, before: EngineStats) -> EngineStats:
         now, then = dataclasses.asdict(self), dataclasses.asdict(before)
         return EngineStats(**{name: now[name] - then[name] for name in now})
+
+
+class _InStep:
+    """A step while it runs; a class, since generators one in the other take many times as long to enter and to leave.
+
+    What goes wrong inside leaves the lockstep, so that the other ranks hear of it.
+    """
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core, self._running = core, core.worker.step()
+
+    def __enter__(self) -> None:
+        self._running.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            self._running.__exit__(None, None, None)
+            return
+        cause = self._core.worker.cause_of(error)
+        self._core.fail(cause)
+        self._running.__exit__(type(cause), cause, trace)
+        if cause is not error:
+            raise cause
 
 
 class EngineCore:
@@ -118,20 +141,18 @@ class EngineCore:
             or (self.vllm_config.parallel_config.world_size > 1 and self.worker.any_unfinished_across_dp)
         )
 
-    @contextmanager
-    def in_step(self) -> Iterator[None]:
+    def in_step(self) -> AbstractContextManager[None]:
         """Around all of a step. What it raises leaves the lockstep, so that the other ranks hear of it; after that
         ``EngineDeadError`` is all that comes of a step."""
         if self.failure:
             raise EngineDeadError(f"no step follows one that failed, with {self.failure}; make a new engine")
         if self.worker.take_stale_caches():
             self.scheduler.reset_prefix_cache()
-        try:
-            with self.worker.step():
-                yield
-        except BaseException as error:
-            self.failure, self._in_flight = repr(error), None
-            raise
+        return _InStep(self)
+
+    def fail(self, error: BaseException) -> None:
+        """``error`` ended a step: none follows it."""
+        self.failure, self._in_flight = repr(error), None
 
     def step(self) -> list[EngineCoreOutput]:
         """Run one step on this rank and its peers. What it raises ends the run on all of them."""
@@ -140,7 +161,7 @@ class EngineCore:
 
     def run_step(self) -> list[EngineCoreOutput]:
         """The step, inside ``in_step``; what comes of it may be returned by the next one."""
-        outputs = self._take_in() if self.scheduler.must_wait else []
+        outputs = self._take_in() if self._in_flight is not None and self.scheduler.must_wait else []
         scheduler_output = self.scheduler.schedule()
         if not self.vllm_config.disable_log_stats:
             self.stats.record_scheduled(scheduler_output)
@@ -174,9 +195,11 @@ class EngineCore:
 
     def log_stats(self) -> None:
         """Once in a while, log what was done since the last time."""
+        if self.vllm_config.disable_log_stats:
+            return
         then, before = self._logged
         now = time.monotonic()
-        if self.vllm_config.disable_log_stats or now - then < _LOG_INTERVAL_S:
+        if now - then < _LOG_INTERVAL_S:
             return
         done = self.stats.since(before)
         logger.info(

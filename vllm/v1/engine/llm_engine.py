@@ -107,7 +107,8 @@ class LLMEngine:
         with self.engine_core.in_step():
             outputs = self.engine_core.run_step()
             processed, stopped = self.output_processor.process_outputs(outputs)
-            self.engine_core.abort_requests(stopped, RequestStatus.FINISHED_STOPPED)
+            if stopped:
+                self.engine_core.abort_requests(stopped, RequestStatus.FINISHED_STOPPED)
             if (metrics := self.output_processor.metrics) is not None:
                 metrics.record_rank(0, rank_stats(self))
             self.engine_core.log_stats()

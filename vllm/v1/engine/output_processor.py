@@ -127,7 +127,7 @@ class _Request:
             prompt_logprobs,
             [completion.make_output(delta) for completion in (changed if delta else self.completions)],
             finished,
-            metrics=None if self.stats is None else dataclasses.replace(self.stats),
+            metrics=None if self.stats is None else self.stats.copy(),
             num_cached_tokens=self.num_cached_tokens,
         )
 
@@ -188,7 +188,7 @@ class OutputProcessor:
             arrived = time.time() if arrival_time is None else arrival_time
             request.stats = RequestStateStats(arrival_time=arrived, queued_ts=time.monotonic())
             for completion in completions:
-                completion.stats = dataclasses.replace(request.stats)
+                completion.stats = request.stats.copy()
         self._requests[request_id] = request
         self._by_child |= {name: (request, c) for name, c in zip(request.child_ids, completions, strict=True)}
         return children

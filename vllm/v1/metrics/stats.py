@@ -86,6 +86,9 @@ class RequestStateStats:
     last_token_ts: float = 0.0
     first_token_latency: float = 0.0
 
+    def copy(self) -> RequestStateStats:
+        return RequestStateStats(**vars(self))
+
     def record_tokens(self, num_tokens: int, now: float) -> None:
         """``num_tokens`` came at the monotonic time ``now``."""
         self.num_generation_tokens += num_tokens

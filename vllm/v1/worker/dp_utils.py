@@ -146,15 +146,37 @@ def agree(votes: Sequence[DPVote], dp_rank: int, bucket: Callable[[int], int] | 
     if not any(unpadded):
         padded = (0,) * len(votes)
     elif mode > 0 and bucket is not None:
-        size = bucket(most)
-        assert size >= most, f"captured size {size} does not hold {most} rows"
-        padded = (size,) * len(votes)
+        padded = (_captured_size(bucket, most),) * len(votes)
     elif mode > 0 or pads_to_max[0]:
         padded = (most,) * len(votes)
     else:
         padded = tuple(max(num_tokens, 1) for num_tokens in wanted)
     any_unfinished, all_stopping = any(unfinished), all(stopping)
     return DPAgreement(unpadded, padded, mode, any_unfinished, steps[0], dp_rank, all_stopping)
+
+
+def agree_alone(
+    num_tokens_unpadded: int,
+    num_tokens_padded: int,
+    cudagraph_mode: int,
+    has_unfinished: bool,
+    step: int,
+    stopping: bool,
+    bucket: Callable[[int], int] | None,
+) -> DPAgreement:
+    """``agree`` on the vote of the only rank; see there and :class:`DPVote`."""
+    rows = num_tokens_padded
+    if not num_tokens_unpadded:
+        rows = 0
+    elif cudagraph_mode > 0 and bucket is not None:
+        rows = _captured_size(bucket, rows)
+    return DPAgreement((num_tokens_unpadded,), (rows,), cudagraph_mode, has_unfinished, step, 0, stopping)
+
+
+def _captured_size(bucket: Callable[[int], int], rows: int) -> int:
+    size = bucket(rows)
+    assert size >= rows, f"captured size {size} does not hold {rows} rows"
+    return size
 
 
 def coordinate_batch_across_dp(
@@ -191,6 +213,10 @@ def coordinate_batch_across_dp(
     if num_tokens_padded is None:
         num_tokens_padded = num_tokens_unpadded
     assert num_tokens_padded >= num_tokens_unpadded >= 0, f"{num_tokens_padded} rows for {num_tokens_unpadded} tokens"
+    if group.world_size == tp.world_size == 1:
+        return agree_alone(
+            num_tokens_unpadded, num_tokens_padded, cudagraph_mode, has_unfinished, step, stopping, bucket
+        )
     own = DPVote(
         num_tokens_unpadded,
         num_tokens_padded,

@@ -26,8 +26,9 @@ class BatchLayout:
         of: the requests, their scheduled tokens and whether they sample, as the scheduler lists them.
         rows, scheduled, starts, state_slots: [R], the batch row, the number of tokens, the first token's place.
         request_of_token, rows_of_tokens, offsets: [T]; ``offsets`` counts in each request from 0.
-        sampling: [S], which of the requests.
-        logits_rows, sampled_rows: [S], the token and the batch row of each. ``logits_are_first``: 0, 1, .. S - 1.
+        sampling, rows_sampled: [S], which of the requests, and the batch row of each.
+        logits_rows, sampled_rows: [S], the token and the batch row of each, to be copied to the device.
+            ``logits_are_first``: 0, 1, .. S - 1.
     """
 
     of: tuple[list[Request], list[int], list[bool]]
@@ -38,7 +39,8 @@ class BatchLayout:
     request_of_token: np.ndarray
     rows_of_tokens: np.ndarray
     offsets: np.ndarray
-    sampling: np.ndarray
+    sampling: list[int]
+    rows_sampled: tuple[int, ...]
     logits_rows: np.ndarray
     sampled_rows: np.ndarray
     logits_are_first: bool
@@ -107,7 +109,8 @@ class InputBatch:
             request_of_token=request_of_token,
             rows_of_tokens=rows[request_of_token],
             offsets=np.arange(len(request_of_token)) - starts[request_of_token],
-            sampling=sampling,
+            sampling=sampling.tolist(),
+            rows_sampled=tuple(rows[sampling].tolist()),
             logits_rows=logits_rows,
             sampled_rows=rows[sampling],
             logits_are_first=np.array_equal(logits_rows, np.arange(len(sampling))),

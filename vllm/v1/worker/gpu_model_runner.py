@@ -25,6 +25,7 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed import get_dp_group, get_tp_group
 from vllm.distributed.eplb import ExpertLoadBalancer
 from vllm.forward_context import DPMetadata, set_current_step, set_forward_context
+from vllm.kernels.table import choose
 from vllm.logger import init_logger
 from vllm.model_executor.layers.step_buffers import StepBuffers
 from vllm.model_executor.models.causal_lm import CausalLM
@@ -42,6 +43,7 @@ from vllm.v1.transfers import HostCopies, Stream, ThreadStream, is_host, to_devi
 from vllm.v1.worker.batch_plan import BatchPlan
 from vllm.v1.worker.dp_utils import CAPTURE, DPAgreement, coordinate_batch_across_dp, pads_to_max
 from vllm.v1.worker.gpu_input_batch import BatchLayout, InputBatch
+from vllm.v1.worker.host_inputs import HostInputs
 from vllm.v1.worker.input_buffers import InputBuffers, LastSampled
 from vllm.v1.worker.step_memory import PROMPT_LOGPROB_ROWS, largest_step_bytes
 
@@ -56,10 +58,13 @@ class StepInputs(ModelInputs):
     ``reads_sampled``: an input -1 - r stands for the token that row r of the batch sampled last."""
 
     layout: BatchLayout
-    first_positions: np.ndarray
     logits_rows: torch.Tensor | None
     sampled_rows: torch.Tensor
     reads_sampled: bool
+
+    def is_of(self, layout: BatchLayout, plan: BatchPlan) -> bool:
+        """Whether a replayed step of ``plan`` has the same tensors and sizes."""
+        return self.layout is layout and self.common.num_padded_tokens == plan.num_tokens_padded
 
 
 @dataclass
@@ -113,6 +118,9 @@ class GPUModelRunner:
         max_blocks = self.input_batch.block_table.max_blocks
         self.buffers = InputBuffers(self.max_num_tokens, max_num_reqs, max_blocks, device, self.stream)
         self.last_sampled = LastSampled(max_num_reqs, device)
+        self.host_inputs: HostInputs | None = None
+        self._kept_inputs: StepInputs | None = None
+        self._inference = torch.inference_mode()
 
     # --- set-up -------------------------------------------------------------------------------------------------
 
@@ -133,6 +141,8 @@ class GPUModelRunner:
         backends = {layer.backend for layer in self.cached_layers.values()}
         self.builders = {backend: backend.builder_cls(kv_cache_config) for backend in backends}
         self.layers_of = {b: [name for name, x in self.cached_layers.items() if x.backend is b] for b in backends}
+        if not self.stream.is_late and choose("cpu")["row_max"].implementation == "cpu":
+            self.host_inputs = HostInputs(self.input_batch, self.buffers, self.last_sampled)
         self.graphs = StepGraphs(self)
 
     @torch.inference_mode()
@@ -161,22 +171,22 @@ class GPUModelRunner:
         """Run the scheduled tokens, or a dummy where other DP ranks have some; every rank calls this in every step."""
         return self.finish(self.launch(scheduler_output, has_unfinished))
 
-    @torch.inference_mode()
     def launch(self, scheduler_output: SchedulerOutput, has_unfinished: bool) -> LaunchedStep:
         """Agree on the step, write its inputs and launch it. The step before need not have ended."""
-        self._update_states(scheduler_output)
-        plan = self._agree(scheduler_output, has_unfinished)
-        step = LaunchedStep(scheduler_output, plan, HostCopies(self.stream))
-        if plan.num_tokens_padded == 0:
+        with self._inference:
+            self._update_states(scheduler_output)
+            plan = self._agree(scheduler_output, has_unfinished)
+            step = LaunchedStep(scheduler_output, plan, HostCopies(self.stream))
+            if plan.num_tokens_padded == 0:
+                return step
+            with self.buffers.filling():
+                inputs = step.inputs = self._prepare_inputs(scheduler_output, plan)
+            self.stream.launch(partial(self._forward, step, inputs))
+            if not plan.is_dummy:
+                metadata = self._sampling_metadata(step, inputs)
+                self.stream.launch(partial(self._sample_and_score, step, inputs, metadata))
+            step.copies.close()
             return step
-        with self.buffers.filling():
-            inputs = step.inputs = self._prepare_inputs(scheduler_output, plan)
-        self.stream.launch(partial(self._forward, step, inputs))
-        if not plan.is_dummy:
-            metadata = self._sampling_metadata(step, inputs)
-            self.stream.launch(partial(self._sample_and_score, step, inputs, metadata))
-        step.copies.close()
-        return step
 
     def finish(self, step: LaunchedStep) -> ModelRunnerOutput:
         """Wait for a launched step's results."""
@@ -233,7 +243,7 @@ class GPUModelRunner:
 
     def _agree(self, scheduler_output: SchedulerOutput, has_unfinished: bool) -> BatchPlan:
         """One reduction over the DP ranks decides the step's sizes and whether anyone has work left."""
-        num_tokens = scheduler_output.total_num_scheduled_tokens
+        num_tokens, parallel = scheduler_output.total_num_scheduled_tokens, self.vllm_config.parallel_config
         begun = time.perf_counter()
         agreement = coordinate_batch_across_dp(
             num_tokens,
@@ -244,9 +254,9 @@ class GPUModelRunner:
             bucket=self.graphs.bucket,
             pad_to_max=self.pad_to_max,
             stopping=self.stopping,
-            work=self._digest_of(scheduler_output) if get_tp_group().world_size > 1 else 0,
+            work=self._digest_of(scheduler_output) if parallel.tensor_parallel_size > 1 else 0,
         )
-        waited = time.perf_counter() - begun if self.vllm_config.parallel_config.world_size > 1 else 0.0
+        waited = time.perf_counter() - begun if parallel.world_size > 1 else 0.0
         self.step += 1
         if agreement.cudagraph_mode == CAPTURE:
             self.stream.wait()
@@ -275,10 +285,39 @@ class GPUModelRunner:
 
     def _prepare_inputs(self, scheduler_output: SchedulerOutput, plan: BatchPlan) -> StepInputs:
         """Write every row of every persistent buffer that this step reads."""
+        layout, computed = self.input_batch.layout(scheduler_output), scheduler_output.num_computed_tokens
+        if self.host_inputs is None:
+            return self._fill_inputs(layout, computed, plan)
+        self.host_inputs.write(layout, plan.num_reqs_padded, plan.num_tokens_padded, computed)
+        kept, is_whole = self._kept_inputs, plan.cudagraph_mode == CUDAGraphMode.FULL
+        if is_whole and kept is not None and kept.is_of(layout, plan):
+            return kept
+        seq_lens = list(map(add, computed, scheduler_output.num_scheduled_tokens))
+        max_lens = max(scheduler_output.num_scheduled_tokens, default=0), max(seq_lens, default=0)
+        inputs = self._inputs_of(layout, plan, self._metadata_of(plan, *max_lens))
+        self._kept_inputs = inputs if is_whole else None
+        return inputs
+
+    def _inputs_of(
+        self, layout: BatchLayout, plan: BatchPlan, common: CommonAttentionMetadata, reads_sampled: bool = False
+    ) -> StepInputs:
+        """What the buffers hold."""
+        buffers, num_sampled = self.buffers, len(layout.sampling)
+        return StepInputs(
+            input_ids=buffers.input_ids.rows(plan.num_tokens_padded),
+            positions=buffers.positions.rows(plan.num_tokens_padded),
+            common=common,
+            layout=layout,
+            logits_rows=None if layout.logits_are_first else buffers.logits_rows.rows(num_sampled),
+            sampled_rows=buffers.sampled_rows.rows(num_sampled),
+            reads_sampled=reads_sampled,
+        )
+
+    def _fill_inputs(self, layout: BatchLayout, num_computed_tokens: Sequence[int], plan: BatchPlan) -> StepInputs:
+        """``_prepare_inputs`` on any device; see ``HostInputs``."""
         batch, buffers, num_padded = self.input_batch, self.buffers, plan.num_tokens_padded
-        layout = batch.layout(scheduler_output)
         rows_of_tokens, num_sampled = layout.rows_of_tokens, len(layout.sampling)
-        computed = np.array(scheduler_output.num_computed_tokens, dtype=np.int64)
+        computed = np.array(num_computed_tokens, dtype=np.int64)
         positions = computed[layout.request_of_token] + layout.offsets
         common = self.fill_metadata(
             plan,
@@ -291,29 +330,25 @@ class GPUModelRunner:
         )
         is_sampled = positions >= batch.num_given[rows_of_tokens]
         input_ids = np.where(is_sampled, -1 - rows_of_tokens, batch.token_ids[rows_of_tokens, positions])
-        return StepInputs(
-            input_ids=buffers.input_ids.fill(input_ids, num_padded),
-            positions=buffers.positions.fill(positions, num_padded),
-            common=common,
-            layout=layout,
-            first_positions=computed,
-            logits_rows=None if layout.logits_are_first else buffers.logits_rows.fill(layout.logits_rows, num_sampled),
-            sampled_rows=buffers.sampled_rows.fill(layout.sampled_rows, num_sampled),
-            reads_sampled=bool(is_sampled.any()),
-        )
+        buffers.input_ids.fill(input_ids, num_padded)
+        buffers.positions.fill(positions, num_padded)
+        if not layout.logits_are_first:
+            buffers.logits_rows.fill(layout.logits_rows, num_sampled)
+        buffers.sampled_rows.fill(layout.sampled_rows, num_sampled)
+        return self._inputs_of(layout, plan, common, reads_sampled=bool(is_sampled.any()))
 
     def _sampling_metadata(self, step: LaunchedStep, inputs: StepInputs) -> SamplingMetadata | None:
         """How the step's tokens are sampled; None where none is."""
         layout, output, state = inputs.layout, step.scheduler_output, self.input_batch.sampling
-        if not len(layout.sampling):
+        if not layout.sampling:
             return None
 
         def num_outputs() -> list[int]:
             ends = map(add, output.num_computed_tokens, output.num_scheduled_tokens)
             numbers = [end - request.num_prompt_tokens for end, request in zip(ends, output.requests, strict=True)]
-            return [numbers[i] for i in layout.sampling.tolist()]
+            return [numbers[i] for i in layout.sampling]
 
-        metadata = state.make_metadata(layout.sampled_rows.tolist(), num_outputs)
+        metadata = state.make_metadata(layout.rows_sampled, num_outputs)
         step.chosen = state.chosen()
         return metadata
 
@@ -330,22 +365,35 @@ class GPUModelRunner:
         """Of requests that run ``scheduled`` [R] tokens each, the last of ``seq_lens`` [R]: their ``rows`` [R] of
         ``block_table``, their tokens' cache ``slots`` and their own ``state_slots`` [R]; padded as the plan says."""
         buffers, max_seq_len = self.buffers, max(seq_lens.tolist(), default=0)
-        num_columns = max(-(-max_seq_len // self.input_batch.block_table.block_size), 1)
-        table = buffers.block_table.fill_columns(block_table, rows, num_columns, plan.num_reqs_padded)
-        max_query_len = max(scheduled.tolist(), default=0)
+        buffers.block_table.fill_columns(block_table, rows, self._num_columns(max_seq_len), plan.num_reqs_padded)
+        buffers.fill_query_start_loc(scheduled, plan.num_reqs_padded)
+        buffers.seq_lens.fill(seq_lens, plan.num_reqs_padded)
+        buffers.slot_mapping.fill(slots, plan.num_tokens_padded)
+        buffers.state_indices.fill(state_slots, plan.num_reqs_padded)
+        return self._metadata_of(plan, max(scheduled.tolist(), default=0), max_seq_len)
+
+    def _num_columns(self, max_seq_len: int) -> int:
+        """Of the block table, in a step whose longest request has so many tokens."""
+        return max(-(-max_seq_len // self.input_batch.block_table.block_size), 1)
+
+    def _metadata_of(self, plan: BatchPlan, max_query_len: int, max_seq_len: int) -> CommonAttentionMetadata:
+        """Of a step that has been filled in."""
+        buffers = self.buffers
+        table = buffers.block_table.rows(plan.num_reqs_padded, self._num_columns(max_seq_len))
         if plan.cudagraph_mode:
             table = buffers.block_table.rows(plan.num_reqs_padded)
-        if plan.cudagraph_mode and not self.is_host:  # what holds for every step of the size
+        # what holds for every step of the size; on the host a step in pieces is told its own
+        if plan.cudagraph_mode == CUDAGraphMode.FULL or (plan.cudagraph_mode and not self.is_host):
             max_seq_len = self.vllm_config.model_config.max_model_len
             max_query_len = 1 if self.graphs.decode_only else plan.num_tokens_padded
         return CommonAttentionMetadata(
-            query_start_loc=buffers.fill_query_start_loc(scheduled, plan.num_reqs_padded),
+            query_start_loc=buffers.query_start_loc.rows(plan.num_reqs_padded + 1),
             query_start_loc_cpu=buffers.query_start_loc.host_rows(plan.num_reqs_padded + 1),
-            seq_lens=buffers.seq_lens.fill(seq_lens, plan.num_reqs_padded),
+            seq_lens=buffers.seq_lens.rows(plan.num_reqs_padded),
             seq_lens_cpu=buffers.seq_lens.host_rows(plan.num_reqs_padded),
             block_table=table,
-            slot_mapping=buffers.slot_mapping.fill(slots, plan.num_tokens_padded),
-            state_indices=buffers.state_indices.fill(state_slots, plan.num_reqs_padded),
+            slot_mapping=buffers.slot_mapping.rows(plan.num_tokens_padded),
+            state_indices=buffers.state_indices.rows(plan.num_reqs_padded),
             num_reqs=plan.num_reqs_padded,
             num_actual_tokens=plan.num_tokens_unpadded,
             num_padded_tokens=plan.num_tokens_padded,
@@ -381,7 +429,9 @@ class GPUModelRunner:
         tp = get_tp_group()
         if tp.world_size > 1:
             sampled = replace(sampled, sampled_token_ids=tp.broadcast(sampled.sampled_token_ids))
-        self.last_sampled.put(inputs.sampled_rows, sampled.sampled_token_ids)
+        self.last_sampled.put(inputs.sampled_rows, inputs.layout.rows_sampled, sampled.sampled_token_ids)
+        if self.is_host:
+            return sampled
         logprobs = sampled.logprobs_tensors
         return SamplerOutput(
             copies.add(sampled.sampled_token_ids),
@@ -400,7 +450,7 @@ class GPUModelRunner:
             num_logprobs = request.sampling_params.prompt_logprobs
             if num_logprobs is None:
                 continue
-            start, first = int(inputs.layout.starts[i]), int(inputs.first_positions[i])
+            start, first = int(inputs.layout.starts[i]), scheduler_output.num_computed_tokens[i]
             end = min(first + scheduler_output.num_scheduled_tokens[i], request.num_prompt_tokens - 1)
             for begin in range(first, end, PROMPT_LOGPROB_ROWS):
                 stop = min(begin + PROMPT_LOGPROB_ROWS, end)
@@ -419,7 +469,7 @@ class GPUModelRunner:
             output.prompt_logprobs[request_id] = LogprobsLists(*lists)
         if sampled is None:
             return output
-        token_ids, sampling = sampled.sampled_token_ids.tolist(), inputs.layout.sampling.tolist()
+        token_ids, sampling = sampled.sampled_token_ids.tolist(), inputs.layout.sampling
         for index, token_id in zip(sampling, token_ids, strict=True):
             output.sampled_token_ids[index] = [token_id]
         if sampled.logprobs_tensors is not None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
 
 from vllm import envs
 from vllm.config import VllmConfig
-from vllm.distributed import GroupLease, get_dp_group, get_ep_group, get_world_group
+from vllm.distributed import GroupLease, get_ep_group, get_world_group
 from vllm.distributed.eplb import ExpertLoadBalancer
 from vllm.distributed.parallel_state import check_same_on_all_ranks, tell_all_launched
 from vllm.kernels.ops import check_fp8_cache
@@ -246,15 +246,19 @@ class Worker:
     def finish(self, step: LaunchedStep) -> ModelRunnerOutput:
         return self.runner.finish(step)
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Around all of one step: what goes wrong inside leaves the lockstep, so the other ranks hear of it."""
-        with watchdog.running(get_dp_group().rank_in_group, self.num_steps):
+    def step(self) -> AbstractContextManager[None]:
+        """Around all of one step."""
+        return watchdog.running(self.runner.dp_rank, self.num_steps)
+
+    def cause_of(self, error: BaseException) -> BaseException:
+        """What ended a step that ended with ``error``: where the device failed, that is why the host's collective was
+        given up."""
+        if isinstance(error, RuntimeError):
             try:
-                yield
-            except RuntimeError:
-                self.runner.stream.check()  # where the device failed, that is why the host's collective was given up
-                raise
+                self.runner.stream.check()
+            except BaseException as cause:
+                return cause
+        return error
 
     @property
     def num_steps(self) -> int:

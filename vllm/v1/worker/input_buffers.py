@@ -8,7 +8,7 @@ written apart from what a copy to the device may still read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate
 
@@ -77,19 +77,23 @@ class LastSampled:
     """The token that each row of the batch sampled last, where the device finds it. Only work of the stream touches it:
     of the steps before, all have written theirs by then.
 
-    On the host it is a list: with a few tokens a call of torch or numpy takes several times as long as a loop.
+    On the host it is filled and read in loops: with a few tokens a call of torch or numpy takes several times as long.
     """
 
     def __init__(self, max_num_reqs: int, device: torch.device) -> None:
-        self._on_host = [0] * max_num_reqs if is_host(device) else None
         self._on_device = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
+        self._on_host = self._on_device.numpy().data if is_host(device) else None
 
-    def put(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Rows [S] sampled ``token_ids`` [S]; int64 on the device."""
+    @property
+    def on_host(self) -> np.ndarray:
+        return self._on_device.numpy()
+
+    def put(self, rows: torch.Tensor, rows_on_host: Sequence[int], token_ids: torch.Tensor) -> None:
+        """Rows [S], which are given twice, sampled ``token_ids`` [S]; int64 on the device."""
         if self._on_host is None:
             self._on_device.index_copy_(0, rows, token_ids)
             return
-        for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
+        for row, token_id in zip(rows_on_host, token_ids.tolist(), strict=True):
             self._on_host[row] = token_id
 
     def fill_in(self, input_ids: torch.Tensor) -> None:
