@@ -188,3 +188,8 @@ def set_forward_context(
         additional or {},
     )  # fmt: skip
     return _Running(context, step)
+
+
+def run_in_context(context: ForwardContext, step: int) -> AbstractContextManager[ForwardContext]:
+    """``set_forward_context`` of one that was made before."""
+    return _Running(context, step)

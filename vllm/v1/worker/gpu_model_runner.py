@@ -24,7 +24,7 @@ from vllm.compilation.cuda_graph import ModelInputs, StepGraphs
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed import get_dp_group, get_tp_group
 from vllm.distributed.eplb import ExpertLoadBalancer
-from vllm.forward_context import DPMetadata, set_current_step, set_forward_context
+from vllm.forward_context import DPMetadata, ForwardContext, run_in_context, set_current_step, set_forward_context
 from vllm.kernels.table import choose
 from vllm.logger import init_logger
 from vllm.model_executor.layers.step_buffers import StepBuffers
@@ -103,6 +103,7 @@ class GPUModelRunner:
         self.counts = StepCounts()
         self.balancer: ExpertLoadBalancer | None = None
         self.step_buffers = StepBuffers(self.max_num_tokens, self.device)
+        self._outside_layers = ForwardContext(None, step_buffers=self.step_buffers)
         self.any_unfinished_across_dp = False
         self.stopping = False  # vote to leave
         self.has_overwritten_caches = False  # by batches of captures
@@ -211,7 +212,7 @@ class GPUModelRunner:
     def _sample_and_score(self, step: LaunchedStep, inputs: StepInputs, metadata: SamplingMetadata | None) -> None:
         hidden_states, step.hidden_states = step.hidden_states, None
         assert hidden_states is not None, f"step {step.plan.step} samples before its forward pass"
-        with set_forward_context(None, batch_plan=step.plan, step_buffers=self.step_buffers, step=step.plan.step):
+        with run_in_context(self._outside_layers, step.plan.step):
             step.prompt_logprobs = self._score_prompts(step.scheduler_output, inputs, hidden_states, step.copies)
             if metadata is not None:
                 step.sampled = self._sample(inputs, metadata, hidden_states, step.copies)
@@ -424,7 +425,11 @@ class GPUModelRunner:
         """One token for each request whose last token ran in this step, on its way to the host; the same on every TP
         rank."""
         num_sampled, rows = len(inputs.layout.sampling), inputs.logits_rows
-        logits = self.model.compute_logits(hidden_states[:num_sampled] if rows is None else hidden_states[rows])
+        if rows is not None:
+            hidden_states = hidden_states[rows]
+        elif num_sampled < hidden_states.shape[0]:
+            hidden_states = hidden_states[:num_sampled]
+        logits = self.model.compute_logits(hidden_states)
         sampled = self.sampler(logits, metadata)
         tp = get_tp_group()
         if tp.world_size > 1:

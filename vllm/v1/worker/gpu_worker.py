@@ -168,7 +168,8 @@ class Worker:
         if self.asleep:
             raise ValueError(f"the engine sleeps ({', '.join(sorted(self.asleep))} given back): call wake_up() first")
         model = self.runner.model
-        if names := sorted({*model.missing_weights, *model.held_forms.found}):
+        if model.missing_weights or model.held_forms.found:
+            names = sorted({*model.missing_weights, *model.held_forms.found})
             raise ValueError(
                 f"{len(names)} weights were dropped by sleep(level=2), or others that lie beside them quantised have "
                 f"come, and have not come back ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): give them "
