@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 
@@ -44,9 +45,11 @@ class ModelRunnerOutput:
     undrawable: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass
-class EngineCoreOutput:
-    """What one request got out of one step. ``queued_seconds``: it waited for its first step."""
+class EngineCoreOutput(msgspec.Struct, array_like=True):
+    """What one request got out of one step. ``queued_seconds``: it waited for its first step.
+
+    On the wire it is its values in order: there is one for each token.
+    """
 
     request_id: str
     new_token_ids: list[int]
