@@ -23,6 +23,7 @@ from vllm.benchmarks import serve
 from vllm.benchmarks.datasets import Sample, samples
 from vllm.benchmarks.serve import Answer, delays, percentile, summarise
 from vllm.entrypoints.cli.main import main
+from vllm.utils.http_client import Response
 
 FIRST_S, GAP_S = 0.08, 0.03
 
@@ -280,3 +281,29 @@ def test_definitions_by_a_clock_of_its_own(
     answer = asyncio.run(load.send(Sample("x", 1, tokens)))
     assert not answer.error
     assert (answer.ttft, answer.itl, answer.latency, answer.tpot, answer.output_len) == (ttft, itl, e2el, tpot, tokens)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_chunks_however_they_come(size: int) -> None:
+    """Cut anywhere; a chunk that never ends is told apart from the end."""
+    chunks = [b"data: {}\n\n", b"\r\n", b"x" * 300]
+    whole = b"".join(b"%x;name=1\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n\r\n"
+
+    async def read(data: bytes) -> list[bytes]:
+        reader = asyncio.StreamReader()
+        response = Response(200, {"transfer-encoding": "chunked"}, reader)
+
+        async def feed() -> None:
+            for at in range(0, len(data), size):
+                reader.feed_data(data[at : at + size])
+                await asyncio.sleep(0)
+            reader.feed_eof()
+
+        feeding = asyncio.ensure_future(feed())
+        found = [piece async for piece in response._pieces()]
+        await feeding
+        return found
+
+    assert asyncio.run(read(whole)) == chunks
+    with pytest.raises(asyncio.IncompleteReadError):
+        asyncio.run(read(whole[:-20]))
