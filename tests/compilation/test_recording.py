@@ -149,9 +149,11 @@ def test_a_refused_pass_goes_on_to_its_end() -> None:
     assert recorder.pool.is_free
 
 
-def test_a_pass_that_runs_short_of_memory_goes_on_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, x, counts = MemoryPool(), torch.randn(5, 8), torch.tensor([4])
-    take, left = pool._take, iter(range(6))
+def small_pool(monkeypatch: pytest.MonkeyPatch, pieces: int) -> MemoryPool:
+    """It has no room for more than ``pieces``, whatever their size."""
+    pool = MemoryPool()
+    pool.empty((1,), (1,), torch.float32)  # memory is there now, which is no piece
+    take, left = pool._take, iter(range(pieces))
 
     def short(size: int) -> tuple[int, int]:
         if next(left, None) is None:
@@ -159,6 +161,11 @@ def test_a_pass_that_runs_short_of_memory_goes_on_to_its_end(monkeypatch: pytest
         return take(size)
 
     monkeypatch.setattr(pool, "_take", short)
+    return pool
+
+
+def test_a_pass_that_runs_short_of_memory_goes_on_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, x, counts = small_pool(monkeypatch, 5), torch.randn(5, 8), torch.tensor([4])
     recorder = Recorder(pool, lambda: "layer", lambda name: None)
     with torch.inference_mode(), without_garbage(), pytest.raises(MemoryError, match="no room"), recorder.recording():
         found = everything(x, counts)
@@ -169,16 +176,7 @@ def test_a_pass_that_runs_short_of_memory_goes_on_to_its_end(monkeypatch: pytest
 
 def test_nothing_is_recorded_after_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is short for what a call outside of the recording gives."""
-    pool, x = MemoryPool(), torch.randn(4)
-    pool.empty((1,), (1,), torch.float32)  # there is memory now
-    take, left = pool._take, iter(range(1))
-
-    def short(size: int) -> tuple[int, int]:
-        if next(left, None) is None:
-            raise MemoryError("no room")
-        return take(size)
-
-    monkeypatch.setattr(pool, "_take", short)
+    pool, x = small_pool(monkeypatch, 1), torch.randn(4)
     exchange = outside(lambda x: x * 2)
     recorder = Recorder(pool, lambda: "layer", lambda name: None)
     with torch.inference_mode(), without_garbage(), pytest.raises(MemoryError, match="no room"), recorder.recording():
