@@ -68,7 +68,11 @@ def fetch(release: str) -> Path:
                     assert source is not None
                     (kept / path).parent.mkdir(parents=True, exist_ok=True)
                     (kept / path).write_bytes(source.read())
-        kept.rename(home)
+        try:
+            kept.rename(home)
+        except OSError:
+            if not home.is_dir():  # else another process was first
+                raise
     return home
 
 
