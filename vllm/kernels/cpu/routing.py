@@ -11,41 +11,9 @@ import torch
 from torch import Tensor
 
 from vllm.kernels.cpu.ops import _CODE, _at, _kernels, _slots, _threads
+from vllm.kernels.routers import routers
 
 _i16_f = struct.Struct("16qd").pack
-
-
-def topk_softmax(
-    router_logits_TE: Tensor, top_k: int, renormalize: bool, slot_mapping_T: Tensor, scale: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    return _route(router_logits_TE, top_k, renormalize, slot_mapping_T, False, None, scale)
-
-
-def topk_sigmoid(
-    router_logits_TE: Tensor,
-    top_k: int,
-    renormalize: bool,
-    slot_mapping_T: Tensor,
-    bias_E: Tensor | None = None,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    return _route(router_logits_TE, top_k, renormalize, slot_mapping_T, True, bias_E, scale)
-
-
-def grouped_topk(
-    router_logits_TE: Tensor,
-    top_k: int,
-    renormalize: bool,
-    slot_mapping_T: Tensor,
-    num_groups: int,
-    topk_groups: int,
-    group_top: int,
-    sigmoid: bool,
-    bias_E: Tensor | None = None,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    groups = num_groups, topk_groups, group_top
-    return _route(router_logits_TE, top_k, renormalize, slot_mapping_T, sigmoid, bias_E, scale, groups)
 
 
 def _route(
@@ -56,7 +24,7 @@ def _route(
     sigmoid: bool,
     bias_E: Tensor | None,
     scale: float,
-    groups: tuple[int, int, int] = (1, 1, 1),
+    groups: tuple[int, int, int],
 ) -> tuple[Tensor, Tensor]:
     (T, E), (l0, l1), (num_groups, topk_groups, group_top) = logits_TE.shape, logits_TE.stride(), groups
     assert 0 < top_k <= E, f"{top_k} of {E} experts"
@@ -79,3 +47,6 @@ def _route(
         )
     )  # fmt: skip
     return weights, ids
+
+
+topk_softmax, topk_sigmoid, grouped_topk = routers(_route)

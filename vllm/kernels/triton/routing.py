@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm.kernels.routers import routers
 from vllm.kernels.triton.rows import DTYPES, fits, refuse_other_dtypes, rows_of, tile
 
 _MOST_EXPERTS = 4096
@@ -80,7 +81,7 @@ def _topk(
     sigmoid: bool,
     bias_E: Tensor | None,
     scale: float,
-    groups: tuple[int, int, int] = (1, 1, 1),
+    groups: tuple[int, int, int],
 ) -> tuple[Tensor, Tensor]:
     refuse_other_dtypes(logits_TE)
     T, E = logits_TE.shape
@@ -107,34 +108,4 @@ def _topk(
     return weights, ids
 
 
-def topk_softmax(
-    router_logits_TE: Tensor, top_k: int, renormalize: bool, slot_mapping_T: Tensor, scale: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    return _topk(router_logits_TE, top_k, renormalize, slot_mapping_T, False, None, scale)
-
-
-def topk_sigmoid(
-    router_logits_TE: Tensor,
-    top_k: int,
-    renormalize: bool,
-    slot_mapping_T: Tensor,
-    bias_E: Tensor | None = None,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    return _topk(router_logits_TE, top_k, renormalize, slot_mapping_T, True, bias_E, scale)
-
-
-def grouped_topk(
-    router_logits_TE: Tensor,
-    top_k: int,
-    renormalize: bool,
-    slot_mapping_T: Tensor,
-    num_groups: int,
-    topk_groups: int,
-    group_top: int,
-    sigmoid: bool,
-    bias_E: Tensor | None = None,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    groups = num_groups, topk_groups, group_top
-    return _topk(router_logits_TE, top_k, renormalize, slot_mapping_T, sigmoid, bias_E, scale, groups)
+topk_softmax, topk_sigmoid, grouped_topk = routers(_topk)
