@@ -4,6 +4,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -14,19 +15,22 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
-_temporary = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
+_cleaner = pytest.StashKey[subprocess.Popen[bytes]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Triton's kernels run on CPU tensors in its interpreter, and tiny models on one thread, for a second spins more
     than it computes; the device suite does neither, and tests of threads set their number. What tests, and processes
-    that they start and kill, make for a while lies in one folder, which goes with the run."""
+    that they start and kill, make for a while lies in one folder, which goes with the run, however that ends."""
     if config.option.markexpr != "device":
         os.environ.setdefault("TRITON_INTERPRET", "1")
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     if not hasattr(config, "workerinput"):
-        config.stash[_temporary] = tempfile.TemporaryDirectory(prefix="vllm-tests-", ignore_cleanup_errors=True)
-        os.environ["TMPDIR"] = tempfile.tempdir = config.stash[_temporary].name
+        folder = tempfile.mkdtemp(prefix="vllm-tests-")
+        # It waits for the end of this process, which closes the pipe.
+        command = ["sh", "-c", 'cat; rm -rf -- "$0"', folder]
+        config.stash[_cleaner] = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
         # torch makes it when it is first asked for: then it would look like something that an engine left
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.tempdir, "inductor"))
         os.chmod(tempfile.tempdir, 0o711)  # a test that gives up root's rights finds its own folder
@@ -39,8 +43,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    if _temporary in config.stash:
-        config.stash[_temporary].cleanup()
+    if _cleaner in config.stash:
+        config.stash[_cleaner].communicate()
 
 
 @pytest.fixture(autouse=True)
