@@ -95,6 +95,32 @@ def test_kinds_of_output(llm: AsyncLLM) -> None:
     asyncio.run(all_kinds())
 
 
+def test_who_is_behind_lets_others_have_their_turn(llm: AsyncLLM) -> None:
+    """One that takes nothing for long finds everything at once, and must not keep the event loop for all of it."""
+
+    async def behind() -> tuple[int, int]:
+        stream = llm.generate(served.prompt(9), served.greedy(30, output_kind=RequestOutputKind.DELTA), "behind")
+        await anext(stream)
+        await served.until(lambda: llm._clients.get("behind") is None)
+        turns, others = 0, True
+
+        async def take_turns() -> None:
+            nonlocal turns
+            while others:
+                turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(take_turns())
+        found = [output async for output in stream]
+        others = False
+        await task
+        return len(found), turns
+
+    found, turns = asyncio.run(behind())
+    assert found == 29
+    assert turns >= found - 1
+
+
 def test_several_completions_and_their_seeds(llm: AsyncLLM) -> None:
     async def draw(request_id: str) -> list[tuple[int, ...]]:
         params = SamplingParams(n=3, seed=7, max_tokens=8, ignore_eos=True, detokenize=False)

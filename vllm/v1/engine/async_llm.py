@@ -146,6 +146,8 @@ class AsyncLLM:
         try:
             while not finished:
                 output = await client.queue.get()
+                if not client.queue.empty():  # who is behind would else take them all before anybody else's turn
+                    await asyncio.sleep(0)
                 finished = isinstance(output, Exception) or output.finished
                 if isinstance(output, Exception):
                     raise output
