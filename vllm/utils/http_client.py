@@ -29,19 +29,9 @@ class Response:
     async def _pieces(self) -> AsyncIterator[bytes]:
         reader = self._reader
         if "chunked" in self.headers.get("transfer-encoding", "").lower():
-            rest = bytearray()  # one read for each piece that comes, whatever chunks are in it
-            while True:
-                begin = rest.find(b"\n") + 1
-                size = int(rest[:begin].split(b";")[0], 16) if begin else 0
-                if begin and not size:
-                    return
-                if begin and (end := rest.find(b"\n", begin + size) + 1):
-                    yield bytes(rest[begin : begin + size])
-                    del rest[:end]
-                elif more := await reader.read(2**16):
-                    rest += more
-                else:
-                    raise asyncio.IncompleteReadError(bytes(rest), None)
+            while size := int((await reader.readuntil(b"\n")).split(b";")[0], 16):
+                yield await reader.readexactly(size)
+                await reader.readuntil(b"\n")
         elif "content-length" in self.headers:
             left = int(self.headers["content-length"])
             while left:
