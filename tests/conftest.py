@@ -4,6 +4,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,7 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
-_cleaner = pytest.StashKey[subprocess.Popen[bytes]]()
+_temporary = pytest.StashKey[tuple[str, subprocess.Popen[bytes]]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -27,9 +28,10 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     if not hasattr(config, "workerinput"):
         folder = tempfile.mkdtemp(prefix="vllm-tests-")
-        # It waits for the end of this process, which closes the pipe.
-        command = ["sh", "-c", 'cat; rm -rf -- "$0"', folder]
-        config.stash[_cleaner] = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        # Where this process is killed, its pipe is closed, and the folder goes all the same.
+        command = ["sh", "-c", 'read -r _; rm -rf -- "$0"', folder]
+        cleaner = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        config.stash[_temporary] = folder, cleaner
         os.environ["TMPDIR"] = tempfile.tempdir = folder
         # torch makes it when it is first asked for: then it would look like something that an engine left
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.tempdir, "inductor"))
@@ -43,8 +45,11 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    if _cleaner in config.stash:
-        config.stash[_cleaner].communicate()
+    if _temporary in config.stash:
+        folder, cleaner = config.stash[_temporary]
+        shutil.rmtree(folder, ignore_errors=True)
+        with cleaner:  # it would wait for whatever holds the pipe: a process that a test left, too
+            cleaner.kill()
 
 
 @pytest.fixture(autouse=True)
