@@ -64,9 +64,9 @@ class Serving:
         self._copying = threading.Lock()
         self.tokenizer = copy.deepcopy(engine.tokenizer)  # the event loop's
         template_call = getattr(self.tokenizer, "apply_chat_template", lambda **kwargs: None)
+        self._template_arguments = set(inspect.signature(template_call).parameters) - {"kwargs"}
         for _ in range(_NUM_THREADS):  # not with the first requests: a tokenizer takes a tenth of a second
             self._threads.submit(self.processor)
-        self._template_arguments = set(inspect.signature(template_call).parameters) - {"kwargs"}
 
     def shutdown(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

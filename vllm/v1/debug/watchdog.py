@@ -136,7 +136,9 @@ class Diagnosis:
         return _Running(self, dp_rank, step)
 
     def step_runs(self, runs: bool) -> None:
-        self._host, self._step_runs = forward_context.get_place(), runs
+        if runs:
+            self._host = forward_context.get_place()
+        self._step_runs = runs
 
     def fail_in_step(self, error: BaseException, grace_s: float = _GRACE_S) -> None:
         """``error`` ends the step that the calling thread is in."""
