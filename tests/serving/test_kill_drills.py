@@ -99,6 +99,19 @@ def test_all_ends_with_a_name(victim: str, how: signal.Signals, named: str | Non
     assert served.remains() == before
 
 
+@pytest.mark.parametrize("victim", ["rank 0", "rank 1"])
+def test_a_late_front_end_names_what_was_lost_first(victim: str) -> None:
+    """The machine is busy: when the front end runs again, the other rank has failed with its peer and the agent, having
+    lost a rank, has ended. All of it is to be read at once, in no order."""
+    with front_end() as (process, pids):
+        os.kill(process.pid, signal.SIGSTOP)
+        os.kill(pids[victim], signal.SIGKILL)
+        served.left_of([pids["agent"]], BOUND_S)
+        os.kill(process.pid, signal.SIGCONT)
+        errors = hear(process, "errors")
+        assert all(re.search(rf"{victim} (ended without a word|was killed by signal 9)", e) for e in errors), errors
+
+
 @slow
 def test_ranks_start_again() -> None:
     with front_end(max_restarts=1) as (process, pids):

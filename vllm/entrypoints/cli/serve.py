@@ -161,11 +161,16 @@ def _run_launched_rank(engine_args: EngineArgs, place: launchers.Place) -> int:
 
 def _run_headless(engine_args: EngineArgs, nodes: dict[str, Any], max_restarts: int) -> int:
     from vllm.v1.engine.async_llm import make_launch
-    from vllm.v1.engine.launch import run_agent
+    from vllm.v1.engine.launch import RankFailed, run_agent
 
     if engine_args.distributed_executor_backend == "ray":
         raise ValueError("--headless with Ray, which starts the ranks of all machines: there, run `ray start` alone")
-    return run_agent(make_launch(engine_args, engine_args.create_engine_config(), max_restarts=max_restarts, **nodes))
+    launch = make_launch(engine_args, engine_args.create_engine_config(), max_restarts=max_restarts, **nodes)
+    try:
+        return run_agent(launch)
+    except RankFailed as error:
+        print(f"vllm serve: {error}: the ranks of this machine end", file=sys.stderr)
+        return 1
 
 
 @contextmanager

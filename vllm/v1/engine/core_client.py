@@ -246,21 +246,31 @@ class RankClient:
                 self._selector.modify(channel, wanted, self._selector.get_key(channel).data)
 
     def _hear_agent(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            if said := self._agent.socket.recv(1 << 12):
+        if self._read_agent():
+            self._agent_silence = self._agent_silence or Silence(["agent"], self.launch.silence_s, time.monotonic())
+            self._agent_silence.heard("agent", time.monotonic())
+        else:
+            self._selector.unregister(self._agent.socket)
+            self._lose(self._how_agent_ended() or "the agent that started the ranks has closed its channel")
+
+    def _read_agent(self) -> bool:
+        """Whether more may come."""
+        try:
+            while said := self._agent.socket.recv(1 << 12):
                 self._agent_words += said.replace(ALIVE, b"")
-                self._agent_silence = self._agent_silence or Silence(["agent"], self.launch.silence_s, time.monotonic())
-                self._agent_silence.heard("agent", time.monotonic())
-            else:
-                self._selector.unregister(self._agent.socket)
-                words, how = self._agent_words[1:].decode(), self._how_agent_ended()
-                self._lose(words or how or "the agent that started the ranks has closed its channel")
+        except BlockingIOError:
+            return True
+        except ConnectionResetError:  # after its last words, where it ended with words of this process unread
+            pass
+        return False
 
     def _how_agent_ended(self) -> str | None:
+        """What it said, or how it ended; None where it runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._agent.process.wait(_CAUSE_S)
+            self._read_agent()
             how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-            return f"the agent that started the ranks {how}"
+            return self._agent_words[1:].decode() or f"the agent that started the ranks {how}"
         return None
 
     def _hear(self, channel: Channel, rank: int | None) -> None:
@@ -280,8 +290,8 @@ class RankClient:
                 self._note_ready(rank, message)
             elif isinstance(message, Prepared):
                 self._prepared(rank, message.number)
-            elif isinstance(message, Failed) and not number:
-                self._lose(f"rank {rank} failed: {message.reason}")
+            elif isinstance(message, Failed):
+                self._lose_rank(rank, f"failed: {message.reason}")
                 return
             elif number:
                 if isinstance(message, Outputs) and message.stats is not None:
@@ -325,7 +335,14 @@ class RankClient:
         if rank in self.protocol.left or self.dead is not None:
             self._forget(self._channels.pop(rank, None))
         else:
-            self._lose(self._how_agent_ended() or f"rank {rank} {how} without a word")
+            self._lose_rank(rank, f"{how} without a word")
+
+    def _lose_rank(self, rank: int, how: str) -> None:
+        """Where this thread is late it finds the ranks and their agent lost at once: then the agent, or a rank that was
+        killed, is the cause, since ranks that fail of themselves say so."""
+        first = self._how_agent_ended() or ""
+        is_cause = first and not re.match(rf"rank ({rank}\b|\d+ ended with code)", first)
+        self._lose(first if is_cause else f"rank {rank} {how}")
 
     def _lose(self, reason: str) -> None:
         if self.dead is None:

@@ -29,6 +29,13 @@ _PR_SET_PDEATHSIG = 1
 _SIOCGIFADDR = 0x8915
 
 
+class RankFailed(RuntimeError):
+    """Which rank ended first, and how."""
+
+    def __init__(self, rank: int, code: int) -> None:
+        super().__init__(f"rank {rank} {f'was killed by signal {-code}' if code < 0 else f'ended with code {code}'}")
+
+
 @dataclass(frozen=True)
 class Launch:
     """How ranks are started.
@@ -112,16 +119,18 @@ class Agent:
         self.process.wait()
 
 
-def run_rank_0(launch: Launch) -> int:
-    """Run it to its end, in the place that torchrun gave to this process; returns the exit code."""
+def run_rank_0(launch: Launch) -> None:
+    """Run it to its end, in the place that torchrun gave to this process; raises ``RankFailed``."""
     os.environ[AGENT] = str(os.getpid())
-    return subprocess.call([sys.executable, "-m", "vllm.v1.engine.rank", json.dumps(launch.engine_args)])
+    if code := subprocess.call([sys.executable, "-m", "vllm.v1.engine.rank", json.dumps(launch.engine_args)]):
+        raise RankFailed(0, code)
 
 
 def run_agent(launch: Launch) -> int:
-    """Run the ranks of this machine to their end; returns the exit code."""
+    """Run the ranks of this machine to their end; returns the exit code. Raises ``RankFailed``."""
     if launch.by_torchrun:
-        return run_rank_0(launch)
+        run_rank_0(launch)
+        return 0
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, launch_agent
@@ -147,12 +156,13 @@ def run_agent(launch: Launch) -> int:
     )
     try:
         launch_agent(config, sys.executable, ["-m", "vllm.v1.engine.rank", json.dumps(launch.engine_args)])
-    except (ChildFailedError, SignalException) as error:
-        if isinstance(error, SignalException):
-            return 128 + error.sigval
-        rank, failure = error.get_first_failure()
-        print(f"vllm: rank {rank} (process {failure.pid}) ended first, with code {failure.exitcode}", file=sys.stderr)
-        return 1
+    except SignalException as error:
+        return 128 + error.sigval
+    except ChildFailedError as error:
+        # One that was killed makes the others fail; torch knows the times in whole seconds.
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        rank = next((rank for rank, code in codes.items() if code < 0), error.get_first_failure()[0])
+        raise RankFailed(rank, codes[rank]) from None
     return 0
 
 
