@@ -172,16 +172,20 @@ def completion(length: int, max_tokens: int) -> dict[str, Any]:
 
 
 @pytest.mark.multiprocess
-def test_sigterm_drains_and_ends_well(model: str) -> None:
-    """One request is under way when the signal comes: it ends as if nothing were, later ones find no server."""
+@pytest.mark.parametrize("told", ["the server", "all its processes"])
+def test_sigterm_drains_and_ends_well(model: str, told: str) -> None:
+    """One request is under way when the signal comes: it ends as if nothing were, later ones find no server. A service
+    manager tells every process of a service."""
     with server(model, "--shutdown-timeout", "30") as (process, port):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         body = json.dumps({**completion(9, 200), "stream": True})
         connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
         response = connection.getresponse()
         first = response.readline()
-        pids = served.children(process.pid)
-        process.send_signal(signal.SIGTERM)
+        pids = [*(agents := served.children(process.pid)), *(rank for pid in agents for rank in served.children(pid))]
+        assert len(pids) == 2
+        for pid in [*pids, process.pid] if told != "the server" else [process.pid]:
+            os.kill(pid, signal.SIGTERM)
         rest = response.read().decode()
         assert first.startswith(b"data: {")
         assert rest.rstrip().endswith("data: [DONE]")
@@ -219,6 +223,27 @@ def test_a_second_signal_does_not_wait(model: str, number: signal.Signals) -> No
             connection.close()
 
 
+def ranks_of(process: subprocess.Popen[str], count: int) -> list[int]:
+    """As soon as they are there."""
+    end = time.monotonic() + 60
+    while len(pids := [rank for agent in served.children(process.pid) for rank in served.children(agent)]) < count:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < end, f"{len(pids)} of {count} ranks were started"
+        time.sleep(0.01)
+    return pids
+
+
+@pytest.mark.multiprocess
+def test_a_rank_that_dies_before_it_has_said_anything(model: str) -> None:
+    with starting(model, "--data-parallel-size", "2") as (process, _):
+        pids = ranks_of(process, 2) + served.children(process.pid)
+        os.kill(pids[1], signal.SIGKILL)
+        said, _ = process.communicate(timeout=20)
+        assert process.returncode == 1, said
+        assert "error: the engine was lost: rank 1 was killed by signal 9" in said
+        assert not served.left_of(pids)
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 0), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
@@ -226,12 +251,7 @@ def test_a_second_signal_does_not_wait(model: str, number: signal.Signals) -> No
 def test_a_signal_at_the_start(model: str, number: signal.Signals, code: int) -> None:
     """The ranks are there and not ready: all ends at once, without a traceback."""
     with starting(model) as (process, _):
-        end = time.monotonic() + 60
-        while not (pids := [rank for agent in served.children(process.pid) for rank in served.children(agent)]):
-            assert process.poll() is None, process.communicate()[0]
-            assert time.monotonic() < end, "no rank was started"
-            time.sleep(0.01)
-        pids += served.children(process.pid)
+        pids = ranks_of(process, 1) + served.children(process.pid)
         process.send_signal(number)
         said, _ = process.communicate(timeout=15)
         assert process.returncode == code, said

@@ -71,6 +71,8 @@ def main(argv: list[str]) -> int:
     if launch.on_ray:
         agent = RayAgent(launch)
         run, kill_ranks = agent.run, agent.killed.add
+    else:  # whoever stops a service tells all its processes: the front end lets requests end. The ranks inherit this.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     followed = (front, launch.silence_s, given["parent"], kill_ranks)
     threading.Thread(target=_follow, args=followed, daemon=True).start()
     try:

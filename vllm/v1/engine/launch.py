@@ -14,6 +14,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -91,6 +92,19 @@ def die_with(parent: int) -> None:
 def die_with_the_agent() -> None:
     if AGENT in os.environ:
         die_with(int(os.environ[AGENT]))
+
+
+def end_at_the_agents_word() -> None:
+    """Where SIGTERM is blocked, as the agent leaves it to its ranks: one that the agent sends ends this process."""
+    if signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, []):
+        return
+
+    def wait() -> None:
+        while signal.sigwaitinfo([signal.SIGTERM]).si_pid != int(os.environ[AGENT]):
+            pass
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=wait, name="vllm-agents-word", daemon=True).start()
 
 
 class Agent:

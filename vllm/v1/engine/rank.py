@@ -30,7 +30,7 @@ from vllm.logger import init_logger
 from vllm.v1.debug import watchdog
 from vllm.v1.engine.channel import Channel, Waker, connect
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.engine.launch import FRONT_END, NODE, die_with_the_agent, leave
+from vllm.v1.engine.launch import FRONT_END, NODE, die_with_the_agent, end_at_the_agents_word, leave
 from vllm.v1.engine.messages import (
     Abort,
     Add,
@@ -241,6 +241,7 @@ def find_front_end(place: launchers.Place) -> dict[str, Any]:
 
 def main(argv: list[str]) -> None:
     die_with_the_agent()
+    end_at_the_agents_word()
     engine_args = EngineArgs(**json.loads(argv[0]))
     place = launchers.find_place()
     front = find_front_end(place)
