@@ -35,6 +35,14 @@ class CompletionOutput:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    def _append(self, later: CompletionOutput) -> None:
+        self.text += later.text
+        self.token_ids = [*self.token_ids, *later.token_ids]
+        if later.logprobs is not None:
+            self.logprobs = [*(self.logprobs or ()), *later.logprobs]
+        self.cumulative_logprob = later.cumulative_logprob
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+
 
 @dataclass
 class RequestOutput:
@@ -57,3 +65,21 @@ class RequestOutput:
     encoder_prompt_token_ids: list[int] | None = None
     num_cached_tokens: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
+
+    def add(self, next_output: RequestOutput, aggregate: bool) -> None:
+        """Take in the request's next output: its completions are appended where ``aggregate``, as of deltas, and take
+        the place of these where not."""
+        if self.prompt_logprobs is None or not aggregate:
+            self.prompt_logprobs = next_output.prompt_logprobs
+        self.finished, self.metrics = next_output.finished, next_output.metrics
+        self.num_cached_tokens = next_output.num_cached_tokens
+        if not aggregate:
+            self.outputs = next_output.outputs
+            return
+        own = {completion.index: completion for completion in self.outputs}
+        for completion in next_output.outputs:
+            if completion.index in own:
+                own[completion.index]._append(completion)
+            else:
+                self.outputs.append(completion)
+        self.outputs.sort(key=lambda completion: completion.index)

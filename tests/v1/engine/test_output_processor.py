@@ -6,6 +6,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vllm.logprobs import Logprob
 from vllm.outputs import RequestOutput
@@ -201,6 +203,54 @@ def test_abort():
     assert processor.get_num_unfinished_requests() == 1
     processor.add_request("r", None, [1], SamplingParams())
     assert feed(processor, [1])[-1].finished
+
+
+@given(
+    steps=st.lists(st.sampled_from(["0_r", "1_r", "both"]), min_size=1, max_size=12),
+    cuts=st.lists(st.booleans(), min_size=12, max_size=12),
+    kind=st.sampled_from([DELTA, CUMULATIVE]),
+)
+def test_outputs_that_become_one(steps, cuts, kind):
+    """However outputs that nobody took in time are put together, a client gets what it gets of each, and at the end."""
+
+    def outputs(kind: RequestOutputKind) -> list[RequestOutput]:
+        params = SamplingParams(n=2, logprobs=0, prompt_logprobs=0, output_kind=kind)
+        processor, counts = processor_of(params), dict.fromkeys(("0_r", "1_r"), 0)
+        prompt = EngineCoreOutput("0_r", [], new_prompt_logprobs=rows(([8], [-1.0], 1)))
+        assert processor.process_outputs([prompt]).request_outputs == []
+        made = []
+        for number, who in enumerate([*steps, "both"]):
+            step = []
+            for name in counts if who == "both" else [who]:
+                counts[name] += 1
+                token, end = (counts[name] + 2 * int(name[0])) % 8, "length" if number == len(steps) else None
+                row = rows(([token], [-counts[name] / 8], 1))
+                step.append(EngineCoreOutput(name, [token], num_cached_tokens=1, new_logprobs=row, finish_reason=end))
+            made += processor.process_outputs(step).request_outputs
+        return made
+
+    (final,) = outputs(FINAL_ONLY)
+    one, *rest = outputs(kind)
+    taken = [one]
+    for output, is_cut in zip(rest, cuts, strict=False):
+        if is_cut:
+            taken.append(output)
+        else:
+            taken[-1].add(output, kind is DELTA)
+    assert [output.finished for output in taken] == [*[False] * (len(taken) - 1), True]
+    if kind is CUMULATIVE:
+        assert taken[-1] == final
+        return
+    for output in taken:
+        assert [completion.index for completion in output.outputs] in ([0], [1], [0, 1])
+    assert [output.prompt_logprobs for output in taken] == [final.prompt_logprobs, *[None] * (len(taken) - 1)]
+    for index, expected in enumerate(final.outputs):
+        parts = [completion for output in taken for completion in output.outputs if completion.index == index]
+        assert "".join(part.text for part in parts) == expected.text
+        assert [token for part in parts for token in part.token_ids] == expected.token_ids
+        assert [row for part in parts for row in part.logprobs] == expected.logprobs
+        assert parts[-1].cumulative_logprob == expected.cumulative_logprob
+        assert [part.finish_reason for part in parts] == [*[None] * (len(parts) - 1), "length"]
 
 
 def test_outputs_given_earlier_do_not_change():

@@ -20,7 +20,7 @@ from vllm.distributed.parallel_state import check_world_size
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import PromptType
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.tokenizers import tokenizer_of
 from vllm.v1.engine.core_client import RankClient, silence_timeout
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -34,10 +34,37 @@ from vllm.v1.metrics.engine_metrics import EngineMetrics
 
 
 class _Client:
-    """Who waits for a request's outputs, on the event loop that asked for them."""
+    """Who waits for a request's outputs, on the event loop that asked for them.
 
-    def __init__(self) -> None:
-        self.loop, self.queue = asyncio.get_running_loop(), asyncio.Queue[RequestOutput | Exception]()
+    Outputs that come before the last one was taken become one with it: who is behind has less to do, not more.
+    """
+
+    def __init__(self, kind: RequestOutputKind) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._are_deltas = kind is RequestOutputKind.DELTA
+        self._came = asyncio.Event()
+        self._output: RequestOutput | None = None
+        self._error: Exception | None = None
+
+    def put(self, output: RequestOutput | Exception) -> None:
+        if isinstance(output, Exception):
+            self._error = output
+        elif self._output is None:
+            self._output = output
+        else:
+            self._output.add(output, self._are_deltas)
+        self._came.set()
+
+    async def get(self) -> RequestOutput:
+        """Raises the error that came, after the outputs before it."""
+        await self._came.wait()
+        output, self._output = self._output, None
+        if output is None:
+            assert self._error is not None, "woken without an output and without an error"
+            raise self._error
+        if self._error is None:
+            self._came.clear()
+        return output
 
 
 class AsyncLLM:
@@ -145,16 +172,13 @@ class AsyncLLM:
         finished = False
         try:
             while not finished:
-                output = await client.queue.get()
-                if not client.queue.empty():  # who is behind would else take them all before anybody else's turn
-                    await asyncio.sleep(0)
-                finished = isinstance(output, Exception) or output.finished
-                if isinstance(output, Exception):
-                    raise output
+                output = await client.get()
+                finished = output.finished
                 yield output
         finally:
-            if not finished:
-                self._drop([request_id])
+            with self.ranks.lock:
+                if self._clients.get(request_id) is client:  # else it has ended, and the id may be another's
+                    self._drop([request_id])
 
     async def _prepare(self, checked: EngineInput, dp_rank: int | None) -> int:
         """Have the ranks of a DP rank, which is returned, make the request's grammar before it can hold up a step."""
@@ -192,7 +216,7 @@ class AsyncLLM:
                     raise EngineDeadError(str(error)) from error
                 raise
             self.output_processor.accepted(request_id, dp_rank)
-            client = self._clients[request_id] = _Client()
+            client = self._clients[request_id] = _Client(checked.params.output_kind)
             return client
 
     def _drop(self, request_ids: Iterable[str]) -> None:
@@ -234,7 +258,7 @@ class AsyncLLM:
             waiting = [client for one in ids if (client := self._clients.get(one)) is not None]
             self._drop(ids)
         for client in waiting:
-            client.loop.call_soon_threadsafe(client.queue.put_nowait, EngineGenerateError("the request was aborted"))
+            client.loop.call_soon_threadsafe(client.put, EngineGenerateError("the request was aborted"))
 
     encode = refuse("vllm.AsyncLLM.encode")
 
@@ -282,7 +306,7 @@ class AsyncLLM:
 
 def _deliver(outputs: list[tuple[_Client, RequestOutput | Exception]]) -> None:
     for client, output in outputs:
-        client.queue.put_nowait(output)
+        client.put(output)
 
 
 def make_launch(engine_args: EngineArgs, config: VllmConfig, **options: Any) -> Launch:
