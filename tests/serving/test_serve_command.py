@@ -101,6 +101,13 @@ def test_the_server_is_on_the_first_machine(capsys: pytest.CaptureFixture[str]) 
     assert "add --headless" in capsys.readouterr().err
 
 
+def test_the_older_name_of_the_command() -> None:
+    words = ["-m", "vllm.entrypoints.openai.api_server", "--model", "m", "--nnodes", "2", "--node-rank", "1"]
+    run = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert "add --headless" in run.stderr
+
+
 # --- a server
 
 

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import hmac
 import socket
+import sys
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Iterable
@@ -343,3 +344,9 @@ def _add_tokenize(app: FastAPI, serving: Serving) -> None:
         request = await read_body(raw, DetokenizeRequest)
         serving.check_model(request.model)
         return JSONResponse(await serving.in_thread(decode, request))
+
+
+if __name__ == "__main__":  # an older name of ``vllm serve``
+    from vllm.entrypoints.cli.serve import main
+
+    raise SystemExit(main(sys.argv[1:]))
