@@ -67,14 +67,12 @@ class RequestOutput:
     kv_transfer_params: dict[str, Any] | None = None
 
     def add(self, next_output: RequestOutput, aggregate: bool) -> None:
-        """Take in the request's next output: its completions are appended where ``aggregate``, as of deltas, and take
-        the place of these where not."""
-        if self.prompt_logprobs is None or not aggregate:
-            self.prompt_logprobs = next_output.prompt_logprobs
+        """Take in the request's next output. Its completions are appended where ``aggregate``, as of deltas, whose
+        first has the prompt's log-probabilities; else they take the place of these."""
         self.finished, self.metrics = next_output.finished, next_output.metrics
         self.num_cached_tokens = next_output.num_cached_tokens
         if not aggregate:
-            self.outputs = next_output.outputs
+            self.prompt_logprobs, self.outputs = next_output.prompt_logprobs, next_output.outputs
             return
         own = {completion.index: completion for completion in self.outputs}
         for completion in next_output.outputs:

@@ -127,7 +127,7 @@ def test_the_end_of_one_that_is_over_is_not_the_end_of_another(llm: AsyncLLM) ->
         found += [output async for output in second]
         return list(found[-1].outputs[0].token_ids)
 
-    assert asyncio.run(again()) == list(tiny.greedy(served.MODEL, tiny.prompt(9), 20))
+    assert asyncio.run(asyncio.wait_for(again(), 30)) == list(tiny.greedy(served.MODEL, tiny.prompt(9), 20))
 
 
 def test_outputs_before_an_error_are_heard() -> None:
