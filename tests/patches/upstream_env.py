@@ -105,8 +105,8 @@ def run(view: Path, script: str, *args: str, timeout: float, **env: str) -> tupl
     held: set[str] = set()
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            command, env={**base, **fixed, **env}, stdout=log, stderr=log, start_new_session=True
+        process = subprocess.Popen(  # in the view: upstream runs modules by name, and finds this tree's in its root
+            command, env={**base, **fixed, **env}, cwd=view, stdout=log, stderr=log, start_new_session=True
         )
         try:
             while process.poll() is None and time.monotonic() < deadline:
