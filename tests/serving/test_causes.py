@@ -13,23 +13,26 @@ from vllm.v1.engine.core_client import RankClient
 from vllm.v1.engine.launch import LOST, Launch, RankFailed
 
 KILLED, FAILED = RankFailed(0, -9), RankFailed(0, 1)
+IN_WORDS = "was killed by SIGKILL (memory ran out, where nobody sent it)"
 
 
 @pytest.mark.parametrize(
     ("said", "code", "rank", "how", "named"),
     [
-        (None, None, 1, "ended without a word", "rank 1 ended without a word"),
-        (KILLED, 2, 0, "ended without a word", "rank 0 ended without a word"),
-        (KILLED, 2, 1, "ended without a word", "rank 0 was killed by signal 9"),
-        (KILLED, 2, 1, "failed: its peer has gone", "rank 0 was killed by signal 9"),
+        (None, None, 1, None, "rank 1 ended without a word"),
+        (KILLED, 2, 0, None, f"rank 0 {IN_WORDS}"),
+        (KILLED, 2, 1, None, f"rank 0 {IN_WORDS}"),
+        (KILLED, 2, 1, "failed: its peer has gone", f"rank 0 {IN_WORDS}"),
+        (FAILED, 2, 0, None, "rank 0 ended with code 1"),
+        (FAILED, 2, 0, "failed: no memory", "rank 0 failed: no memory"),
         (FAILED, 2, 1, "failed: no memory", "rank 1 failed: no memory"),
-        (FAILED, 2, 1, "ended without a word", "rank 1 ended without a word"),
-        (RankFailed(10, -9), 2, 1, "ended without a word", "rank 10 was killed by signal 9"),
-        (None, -9, 1, "ended without a word", "the agent that started the ranks was killed by signal 9"),
-        (None, 143, 1, "ended without a word", "the agent that started the ranks ended with code 143"),
+        (FAILED, 2, 1, None, "rank 1 ended without a word"),
+        (RankFailed(10, -9), 2, 1, None, f"rank 10 {IN_WORDS}"),
+        (None, -9, 1, None, "the agent that started the ranks was killed by SIGKILL"),
+        (None, 143, 1, None, "the agent that started the ranks ended with code 143"),
     ],
 )
-def test_the_cause(said: RankFailed | None, code: int | None, rank: int, how: str, named: str) -> None:
+def test_the_cause(said: RankFailed | None, code: int | None, rank: int, how: str | None, named: str) -> None:
     """A rank that was killed makes its peers fail and its agent end; one that fails says why itself, and its exit code
     says nothing more; an agent that is killed takes its ranks with it."""
     client = RankClient(Launch({}, 11), 1, lambda effects, dp_rank: None)

@@ -26,7 +26,7 @@ from vllm.logger import init_logger
 from vllm.utils.network_utils import get_ip
 from vllm.v1.engine.channel import Channel, Waker, accept
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.engine.launch import ALIVE, KILL_RANKS, REFUSED, Agent, Launch
+from vllm.v1.engine.launch import ALIVE, KILL_RANKS, REFUSED, Agent, Launch, how_ended
 from vllm.v1.engine.messages import Alive, Failed, Hello, Outputs, Prepare, Prepared, Ready
 from vllm.v1.engine.protocol import Effects, FrontProtocol, Place, Silence
 
@@ -34,8 +34,9 @@ logger = init_logger(__name__)
 
 _TICK_S = 1.0
 _END_S = 20.0
-# The kernel ends a dead agent's ranks before anybody can learn that the agent is dead.
-_CAUSE_S = 0.1
+# The kernel ends a dead agent's ranks before anybody can learn that the agent is dead. One that lives looks at its
+# ranks four times a second, and learns which signal ended one.
+_CAUSE_S = 1.0
 
 
 class RankClient:
@@ -269,8 +270,7 @@ class RankClient:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._agent.process.wait(_CAUSE_S)
             self._read_agent()
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-            return self._agent_words[1:].decode() or f"the agent that started the ranks {how}"
+            return self._agent_words[1:].decode() or f"the agent that started the ranks {how_ended(code)}"
         return None
 
     def _hear(self, channel: Channel, rank: int | None) -> None:
@@ -279,7 +279,7 @@ class RankClient:
         except (EOFError, OSError, msgspec.DecodeError) as error:
             self._forget(channel)
             if rank is not None:
-                self._closed(rank, "ended" if isinstance(error, EOFError | OSError) else f"said nonsense: {error}")
+                self._closed(rank, None if isinstance(error, EOFError | OSError) else f"said nonsense: {error}")
             return
         for number, message in received:
             if rank is None:
@@ -331,18 +331,21 @@ class RankClient:
             if not self.protocol.requests:
                 self._changed.notify_all()
 
-    def _closed(self, rank: int, how: str = "ended") -> None:
+    def _closed(self, rank: int, how: str | None = None) -> None:
         if rank in self.protocol.left or self.dead is not None:
             self._forget(self._channels.pop(rank, None))
         else:
-            self._lose_rank(rank, f"{how} without a word")
+            self._lose_rank(rank, how)
 
-    def _lose_rank(self, rank: int, how: str) -> None:
-        """Where this thread is late it finds the ranks and their agent lost at once: then the agent, or a rank that was
-        killed, is the cause, since ranks that fail of themselves say so."""
-        first = self._how_agent_ended() or ""
-        is_cause = first and not re.match(rf"rank ({rank}\b|\d+ ended with code)", first)
-        self._lose(first if is_cause else f"rank {rank} {how}")
+    def _lose_rank(self, rank: int, how: str | None) -> None:
+        """``how``: None where it ended without a word. It may not be the first: a rank that is killed makes its peers
+        fail, an agent takes its ranks with it, and all may be found lost at once. One that fails of itself says why."""
+        first = self._how_agent_ended()
+        if first is not None and first.startswith("rank "):
+            is_own = first.startswith(f"rank {rank} ")
+            if (is_own and how is not None) or (not is_own and "ended with code" in first):
+                first = None
+        self._lose(first or f"rank {rank} {how or 'ended without a word'}")
 
     def _lose(self, reason: str) -> None:
         if self.dead is None:

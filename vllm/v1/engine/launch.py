@@ -34,7 +34,8 @@ class RankFailed(RuntimeError):
     """Which rank ended first, and how."""
 
     def __init__(self, rank: int, code: int) -> None:
-        super().__init__(f"rank {rank} {f'was killed by signal {-code}' if code < 0 else f'ended with code {code}'}")
+        why = " (memory ran out, where nobody sent it)" if code == -signal.SIGKILL else ""
+        super().__init__(f"rank {rank} {how_ended(code)}{why}")
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,11 @@ class Launch:
     @property
     def on_ray(self) -> bool:
         return self.engine_args.get("distributed_executor_backend") == "ray"
+
+
+def how_ended(code: int) -> str:
+    """``code``: as of ``subprocess``, negative for a signal."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
 
 def die_with(parent: int) -> None:
