@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import http.client
@@ -230,6 +231,12 @@ def test_a_second_signal_does_not_wait(model: str, number: signal.Signals) -> No
             connection.close()
 
 
+def has_socket(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+        return any(os.readlink(handle).startswith("socket:") for handle in Path(f"/proc/{pid}/fd").iterdir())
+    return False
+
+
 def ranks_of(process: subprocess.Popen[str], count: int) -> list[int]:
     """As soon as they are there."""
     end = time.monotonic() + 60
@@ -251,13 +258,31 @@ def test_a_rank_that_dies_before_it_has_said_anything(model: str) -> None:
         assert not served.left_of(pids)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
+def test_a_rank_that_is_lost_before_it_has_met_the_others(model: str) -> None:
+    """What the others left in the agent's store, where they waited for it, is there when all are started again."""
+    with starting(model, "--data-parallel-size", "2", "--max-restarts", "1") as (process, port):
+        first, late = ranks_of(process, 2)
+        os.kill(late, signal.SIGSTOP)
+        try:
+            asyncio.run(served.until(lambda: has_socket(first), 60))
+            time.sleep(1)
+        finally:  # it holds the pipe that this test reads to its end
+            os.kill(late, signal.SIGKILL)
+        wait_for_server(process, port, 60)
+        status, _ = call(port, "POST", "/v1/completions", completion(9, 5))
+        assert status == 200
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("max_restarts", [0, 1])
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 0), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
 )
-def test_a_signal_at_the_start(model: str, number: signal.Signals, code: int) -> None:
+def test_a_signal_at_the_start(model: str, number: signal.Signals, code: int, max_restarts: int) -> None:
     """The ranks are there and not ready: all ends at once, without a traceback."""
-    with starting(model) as (process, _):
+    with starting(model, "--max-restarts", str(max_restarts)) as (process, _):
         pids = ranks_of(process, 1) + served.children(process.pid)
         process.send_signal(number)
         said, _ = process.communicate(timeout=15)

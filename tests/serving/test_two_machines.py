@@ -53,8 +53,8 @@ def _remove() -> None:
 
 
 @contextlib.contextmanager
-def engine(machines: list[list[str]], max_restarts: int) -> Iterator[tuple[subprocess.Popen[str], Any]]:
-    """The drill's front end on machine 0, ``vllm serve --headless`` on machine 1."""
+def engine(machines: list[list[str]], max_restarts: int) -> Iterator[tuple[subprocess.Popen[str], Any, Any]]:
+    """The drill's front end on machine 0, ``vllm serve --headless`` on machine 1, and what starts that once more."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     env.pop("GLOO_SOCKET_IFNAME", None)
     drill = str(Path(__file__).with_name("drill.py"))
@@ -69,11 +69,16 @@ def engine(machines: list[list[str]], max_restarts: int) -> Iterator[tuple[subpr
     words += [f"--{name.replace('_', '-')}" for name, value in said["settings"].items() if value is True]
     places = ["--headless", "--nnodes=2", "--node-rank=1", f"--master-addr={ADDRESSES[0]}"]
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *places, f"--max-restarts={max_restarts}"]
-    other = subprocess.Popen([*machines[1], *command, *words], env=env, text=True)
+    started = [front]
+
+    def join() -> subprocess.Popen[str]:
+        started.append(subprocess.Popen([*machines[1], *command, *words], env=env, text=True))
+        return started[-1]
+
     try:
-        yield front, other
+        yield front, join(), join
     finally:
-        for process in (front, other):
+        for process in started:
             process.kill()
             process.communicate()
 
@@ -89,7 +94,7 @@ def hear(process: subprocess.Popen[str], word: str) -> Any:
 @pytest.mark.multiprocess
 def test_two_machines(machines: list[list[str]]) -> None:
     """Tokens are right, and a rank's death on the other machine ends both with its name."""
-    with engine(machines, 0) as (front, other):
+    with engine(machines, 0) as (front, other, _):
         assert hear(front, "tokens") == list(tiny.greedy(served.MODEL, tiny.prompt(9), 5))
         assert len(hear(front, "pids")) == 3  # the agent, its rank and the front end
         (rank,) = served.children(other.pid)
@@ -107,7 +112,7 @@ def test_two_machines(machines: list[list[str]]) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("where", ["machine 0", "machine 1"])
 def test_ranks_of_both_machines_start_again(machines: list[list[str]], where: str) -> None:
-    with engine(machines, 1) as (front, other):
+    with engine(machines, 1) as (front, other, _):
         pids = hear(front, "pids")
         (rank,) = served.children(other.pid)
         os.kill(rank if where == "machine 1" else pids["rank 0"], signal.SIGKILL)
@@ -116,6 +121,22 @@ def test_ranks_of_both_machines_start_again(machines: list[list[str]], where: st
         assert all("being started again" in error for error in errors), errors
         assert hear(front, "tokens") == list(tiny.greedy(served.MODEL, tiny.prompt(9), 5))
         assert not {*served.children(other.pid), *hear(front, "pids").values()} & {rank, pids["rank 0"]}
+        assert front.wait(30) == 0
+        assert other.wait(30) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_machine_that_comes_back(machines: list[list[str]]) -> None:
+    """Its new agent counts restarts from 0, machine 0's goes on."""
+    with engine(machines, 1) as (front, other, join):
+        assert hear(front, "pids")
+        other.kill()
+        errors = hear(front, "errors")
+        assert all("being started again" in error for error in errors), errors
+        other.wait()
+        other = join()
+        assert hear(front, "tokens") == list(tiny.greedy(served.MODEL, tiny.prompt(9), 5))
         assert front.wait(30) == 0
         assert other.wait(30) == 0
 

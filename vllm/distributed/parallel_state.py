@@ -36,6 +36,7 @@ from vllm.distributed.device_communicators.base_device_communicator import Devic
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 from vllm.distributed.device_communicators.xpu_communicator import XpuCommunicator
+from vllm.distributed.launch_round import enter_round, is_kept_over_rounds
 from vllm.distributed.observer import record_collective, wait_for
 from vllm.logger import init_logger
 from vllm.platforms import Platform
@@ -435,14 +436,17 @@ def _join(
 
 
 def find_store(place: launchers.Place, init_method: str = "env://") -> dist.Store:
-    """The store of all ranks that were launched."""
+    """The store of all ranks that were launched, without what those before them left in it."""
     if dist.is_initialized() and not _owns_default_group():
         return dist.distributed_c10d._get_default_store()
     where = place.init_method() if init_method == "env://" else init_method
     key = (where, place.rank, place.world_size)
     if key not in _meeting_points:
-        meeting = dist.rendezvous(where, place.rank, place.world_size, timeout=timedelta(seconds=_RENDEZVOUS_S))
-        _meeting_points[key] = next(iter(meeting))[0]
+        patience = timedelta(seconds=_RENDEZVOUS_S)
+        store = next(iter(dist.rendezvous(where, place.rank, place.world_size, timeout=patience)))[0]
+        if init_method == "env://" and is_kept_over_rounds():
+            store = enter_round(store, place.rank, place.world_size, patience)
+        _meeting_points[key] = store
     return _meeting_points[key]
 
 

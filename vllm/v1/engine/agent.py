@@ -25,7 +25,7 @@ from vllm.v1.engine.launch import ALIVE, KILL_RANKS, LOST, REFUSED, Launch, die_
 from vllm.v1.engine.ray_launch import RayAgent
 
 
-def _follow(front: socket.socket, silence_s: float, parent: int, kill_ranks: Callable[[int], None]) -> None:
+def _follow(front: socket.socket, silence_s: float, parent: int, kill_ranks: Callable[[int, set[int]], None]) -> None:
     """Say that the agent lives, and end it and all ranks once its front end does not."""
     now = time.monotonic()
     quiet_s = 0.0
@@ -41,8 +41,8 @@ def _follow(front: socket.socket, silence_s: float, parent: int, kill_ranks: Cal
                 said = front.recv(1 << 12)
             except ConnectionResetError:  # it ended with words of this process unread
                 said = b""
-        for attempt in re.findall(KILL_RANKS + rb"(\d+);", said):
-            kill_ranks(int(attempt))
+        for attempt, pids in re.findall(KILL_RANKS + rb"(\d+):([\d,]*);", said):
+            kill_ranks(int(attempt), set(map(int, filter(None, pids.split(b",")))))
         if not said or quiet_s > silence_s:
             why = "has ended" if not said else f"has given no sign of life for {silence_s:g} s"
             os.write(2, f"vllm: the front end {why}: its ranks end\n".encode())
@@ -51,14 +51,12 @@ def _follow(front: socket.socket, silence_s: float, parent: int, kill_ranks: Cal
             os._exit(1)
 
 
-def _kill_children(attempt: int) -> None:
-    """All ranks at once, those too that are stopped and would answer no other signal; not those of a later attempt."""
-    mark = f"TORCHELASTIC_RESTART_COUNT={attempt}".encode()
+def _kill_children(_attempt: int, pids: set[int]) -> None:
+    """At once, those too that are stopped and would answer no other signal; not those that were started since."""
     for task in Path("/proc/self/task").iterdir():
-        for pid in (task / "children").read_text().split():
-            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-                if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                    os.kill(int(pid), signal.SIGKILL)
+        for pid in pids & set(map(int, (task / "children").read_text().split())):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def main(argv: list[str]) -> int:
@@ -67,10 +65,10 @@ def main(argv: list[str]) -> int:
     launch = Launch(**given["launch"])
     front = socket.socket(fileno=given["fd"])
     run: Callable[[], int] = functools.partial(run_agent, launch)
-    kill_ranks: Callable[[int], None] = _kill_children
+    kill_ranks: Callable[[int, set[int]], None] = _kill_children
     if launch.on_ray:
         agent = RayAgent(launch)
-        run, kill_ranks = agent.run, agent.killed.add
+        run, kill_ranks = agent.run, lambda attempt, _pids: agent.killed.add(attempt)
     else:  # whoever stops a service tells all its processes: the front end lets requests end. The ranks inherit this.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     followed = (front, launch.silence_s, given["parent"], kill_ranks)

@@ -57,7 +57,9 @@ class RankClient:
         self.dead: str | None = None
         self.is_restarting = self.has_ended = False
         self.ready: Ready | None = None
-        self._attempt, self._waker, self._agent_words = 0, Waker(), b""
+        self._waker, self._agent_words = Waker(), b""
+        self._rounds: list[str] = []  # of ranks that were started together; the last is this one
+        self._attempt = 0  # as the agent counts
         self._strangers: list[Channel] = []
         self._greeting = threading.Semaphore(len(self.places) + 16)
         self._changed = threading.Condition(self.lock)
@@ -75,6 +77,7 @@ class RankClient:
         self.rank_waits: dict[int, list[int]] = {}
         self._channels: dict[int, Channel] = {}
         self._nodes: dict[int, str] = {}
+        self._pids: list[int] = []
         self._ready: set[int] = set()
 
     # --- for callers --------------------------------------------------------------------------------------------------
@@ -137,6 +140,7 @@ class RankClient:
             if self.is_running:
                 self.carry_out(self.protocol.stop())
             else:
+                self.protocol.stopping = True
                 self._lose("the engine was shut down while its ranks were starting")
             self._changed.wait_for(lambda: not self.protocol.requests or self.has_ended, timeout)
             if ids := list(self.protocol.requests):
@@ -301,15 +305,19 @@ class RankClient:
                 self._take(self.protocol.receive(rank, number, message, time.monotonic()), self.places[rank].dp_rank)
 
     def _meet(self, channel: Channel, hello: Any) -> int | None:
-        known = isinstance(hello, Hello) and hello.rank in self.places and hello.attempt >= self._attempt
-        if known and hello.attempt > self._attempt and self.dead is not None:
-            self._drop_channels(keep=channel)
-            self._attempt, self.dead, self.is_restarting = hello.attempt, None, False
-            self._begin()
-        if not known or self.dead is not None or hello.rank in self._channels:
+        known = isinstance(hello, Hello) and hello.rank in self.places
+        if known and hello.round not in self._rounds:
+            if self._rounds and self.dead is None:
+                self._lose(f"the ranks were started again, as rank {hello.rank} says")
+            if self.is_restarting or (not self._rounds and self.dead is None):
+                self._rounds.append(hello.round)
+                self.dead, self.is_restarting = None, False
+                self._begin()
+        if not known or self.dead is not None or hello.round != self._rounds[-1] or hello.rank in self._channels:
             self._forget(channel)
             return None
-        self._channels[hello.rank] = channel
+        self._channels[hello.rank], self._attempt = channel, hello.attempt
+        self._pids += [hello.pid] if hello.pid else []
         if hello.node:
             self._nodes[hello.rank] = hello.node
         self._selector.modify(channel, selectors.EVENT_READ, lambda: self._hear(channel, hello.rank))
@@ -358,7 +366,7 @@ class RankClient:
         """Every request in flight ends with the reason; the ranks end, and start again where they may."""
         assert effects.lost is not None, "nothing was lost"
         self.is_restarting = (
-            self._attempt < self.launch.max_restarts
+            max(len(self._rounds), 1) <= self.launch.max_restarts
             and not self.protocol.stopping
             and self._agent.process.poll() is None
         )
@@ -369,7 +377,7 @@ class RankClient:
         self._drop_channels()
         self._give_up_preparing(self.dead)
         if self.is_restarting:
-            self._agent.tell(KILL_RANKS + b"%d;" % self._attempt)
+            self._agent.tell(KILL_RANKS + b"%d:%b;" % (self._attempt, ",".join(map(str, self._pids)).encode()))
         self.on_effects(effects, 0)
         self._changed.notify_all()
 
@@ -384,10 +392,9 @@ class RankClient:
                 self._selector.unregister(channel)
             channel.close()
 
-    def _drop_channels(self, keep: Channel | None = None) -> None:
+    def _drop_channels(self) -> None:
         for channel in self._channels.values():
-            if channel is not keep:
-                self._forget(channel)
+            self._forget(channel)
         self._channels = {}
 
     def _end_agent(self) -> None:

@@ -160,6 +160,8 @@ def run_agent(launch: Launch) -> int:
     if not single:
         address, interface = own_address(launch)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # by the host's name it may find the loopback
+        # An agent says only once where its store is: a machine that comes back would wait for it in vain.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     config = LaunchConfig(
         min_nodes=launch.nnodes,
         max_nodes=launch.nnodes,

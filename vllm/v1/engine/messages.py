@@ -16,11 +16,14 @@ class Message(msgspec.Struct, tag=True, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """The first word of a rank, outside the count. ``attempt``: how often the ranks were started before;
+    """The first word of a rank, outside the count. ``round``: the name of those who were started together;
+    ``attempt``: how often its launcher had started ranks before; ``pid``: 0 on a machine without the front end;
     ``node``: its machine, where its launcher told it."""
 
     rank: int
+    round: str
     attempt: int = 0
+    pid: int = 0
     node: str = ""
 
 

@@ -13,6 +13,7 @@ import select
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -229,12 +230,14 @@ def _apply(commands: Commands, core: EngineCore, came: dict[str, float]) -> dict
 
 
 def find_front_end(place: launchers.Place) -> dict[str, Any]:
-    """Address and key of the front end: the ranks of its machine were told them, and tell the others."""
+    """Address and key of the front end, and this ``round``'s name: a rank of its machine, which was told them, tells
+    the others."""
+    own = {**json.loads(os.environ.get(FRONT_END, "{}")), "round": uuid.uuid4().hex}
     if place.world_size == 1:
-        return json.loads(os.environ[FRONT_END])
+        return own
     store = parallel_state.find_store(place)
     if FRONT_END in os.environ:
-        store.set("vllm/front_end", os.environ[FRONT_END])
+        store.compare_set("vllm/front_end", "", json.dumps(own))
     store.wait(["vllm/front_end"], timedelta(seconds=envs.VLLM_LOAD_TIMEOUT_S))
     return json.loads(store.get("vllm/front_end").decode())
 
@@ -247,7 +250,8 @@ def main(argv: list[str]) -> None:
     front = find_front_end(place)
     channel = connect(front["host"], front["port"], bytes.fromhex(front["key"]))
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    channel.send(Hello(place.rank, attempt, os.environ.get(NODE, "")), counted=False)
+    pid = os.getpid() if FRONT_END in os.environ else 0
+    channel.send(Hello(place.rank, front["round"], attempt, pid, os.environ.get(NODE, "")), counted=False)
     is_leader = place.rank % engine_args.tensor_parallel_size == 0
     rank = Rank(channel, RankProtocol(place.world_size, is_leader), front["silence_s"])
     try:
