@@ -38,11 +38,11 @@ def meet(server: dist.TCPStore, ranks: set[int], world_size: int, patience: time
         time.sleep(delays[rank])
         try:
             mine = enter_round(connect(server), rank, world_size, patience)
+            assert mine.compare_set("word", "", f"{seed} of {rank}")
+            mine.set(f"end/{rank}", "")
+            mine.wait([f"end/{other}" for other in range(world_size)], patience)
         except RuntimeError:
             return None
-        assert mine.compare_set("word", "", f"{seed} of {rank}")
-        mine.set(f"end/{rank}", "")
-        mine.wait([f"end/{other}" for other in range(world_size)], PATIENCE)
         return mine.get("word").decode()
 
     with ThreadPoolExecutor(world_size) as pool:
