@@ -7,8 +7,8 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import runpy
 import socket
-import sys
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Iterable
@@ -347,6 +347,4 @@ def _add_tokenize(app: FastAPI, serving: Serving) -> None:
 
 
 if __name__ == "__main__":  # an older name of ``vllm serve``
-    from vllm.entrypoints.cli.serve import main
-
-    raise SystemExit(main(sys.argv[1:]))
+    runpy.run_module("vllm.entrypoints.cli.serve", run_name="__main__")
