@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,9 @@ def run_with_fault(folder: str, tp: int, dp: int, fault: str, ahead: bool) -> No
     llm = make_llm(folder, tp, dp, async_scheduling=ahead)
     processes = get_world_group().all_gather_object(os.getpid())
     happened: list[float] = []
+    host_is_there = threading.Event()  # where the drill wants the host of the failing rank, which is in no hurry
+    if fault not in ("raises unasked", "raises alone"):
+        host_is_there.set()
 
     def in_second_layer(*_: Any) -> None:
         if get_place().step < 5 or happened:
@@ -42,6 +46,7 @@ def run_with_fault(folder: str, tp: int, dp: int, fault: str, ahead: bool) -> No
         happened.append(time.monotonic())
         if rank_checks.own_rank() != FAILING_RANK:
             return
+        assert host_is_there.wait(30), "the host is elsewhere"
         if fault == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.startswith("raises"):
@@ -50,18 +55,28 @@ def run_with_fault(folder: str, tp: int, dp: int, fault: str, ahead: bool) -> No
             os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(60)
 
-    finish = runner_of(llm).finish
+    runner = runner_of(llm)
+    finish, agree = runner.finish, runner._agree
 
     def finish_late(step: Any) -> Any:
-        if step.plan.step == 5 and rank_checks.own_rank() == FAILING_RANK:
+        if step.plan.step == 5:
+            host_is_there.set()
             time.sleep(60)
         return finish(step)
 
-    if fault == "raises unasked":
-        runner_of(llm).finish = finish_late
-    elif fault == "raises alone" and rank_checks.own_rank() != FAILING_RANK:
+    def agree_alone(*args: Any) -> Any:
+        if runner.step == 6:
+            host_is_there.set()
+        return agree(*args)
+
+    if rank_checks.own_rank() == FAILING_RANK:
+        if fault == "raises unasked":
+            runner.finish = finish_late
+        elif fault == "raises alone":
+            runner._agree = agree_alone
+    elif fault == "raises alone":
         type(llm.llm_engine.scheduler).must_wait = property(lambda _: True)
-    runner_of(llm).model.model.layers[1].mlp.register_forward_pre_hook(in_second_layer)
+    runner.model.model.layers[1].mlp.register_forward_pre_hook(in_second_layer)
     try:
         tiny.generate(llm, [tiny.prompt(6)], 60)
     except RuntimeError as error:
