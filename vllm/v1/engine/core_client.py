@@ -27,8 +27,8 @@ from vllm.utils.network_utils import get_ip
 from vllm.v1.engine.channel import Channel, Waker, accept
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.launch import ALIVE, KILL_RANKS, REFUSED, Agent, Launch, how_ended
-from vllm.v1.engine.messages import Alive, Failed, Hello, Outputs, Prepare, Prepared, Ready
-from vllm.v1.engine.protocol import Effects, FrontProtocol, Place, Silence
+from vllm.v1.engine.messages import Alive, Hello, Outputs, Prepare, Prepared, Ready
+from vllm.v1.engine.protocol import Effects, FrontProtocol, Place, Silence, cause_of_loss
 
 logger = init_logger(__name__)
 
@@ -72,7 +72,7 @@ class RankClient:
     def _begin(self) -> None:
         """Wait for the ranks, all of them new."""
         num_dp = 1 + max(place.dp_rank for place in self.places.values())
-        self.protocol = FrontProtocol(self.places, self.launch.silence_s, time.monotonic())
+        self.protocol = FrontProtocol(self.places, self.launch.silence_s, time.monotonic(), self._cause_of)
         self.rank_stats: list[dict[str, float]] = [{} for _ in range(num_dp)]
         self.rank_waits: dict[int, list[int]] = {}
         self._channels: dict[int, Channel] = {}
@@ -203,8 +203,12 @@ class RankClient:
                     return
             for found, _ in self._selector.select(max(next_tick - time.monotonic(), 0.0)):
                 with self.lock:
-                    if found.fileobj in self._selector.get_map():
+                    if self._is_open(found.fileobj):
                         found.data()
+
+    def _is_open(self, fileobj: Any) -> bool:
+        """Not, where what was found before it in the same look has closed it."""
+        return fileobj.fileno() >= 0 and fileobj in self._selector.get_map()
 
     def _welcome(self, listener: socket.socket, key: bytes) -> None:
         try:
@@ -241,6 +245,8 @@ class RankClient:
 
     def _write(self) -> None:
         for rank, channel in list(self._channels.items()):
+            if not self._is_open(channel):
+                continue
             try:
                 channel.write()
             except OSError:
@@ -294,9 +300,6 @@ class RankClient:
                 self._note_ready(rank, message)
             elif isinstance(message, Prepared):
                 self._prepared(rank, message.number)
-            elif isinstance(message, Failed):
-                self._lose_rank(rank, f"failed: {message.reason}")
-                return
             elif number:
                 if isinstance(message, Outputs) and message.stats is not None:
                     self.rank_stats[self.places[rank].dp_rank] = message.stats
@@ -340,12 +343,11 @@ class RankClient:
                 self._changed.notify_all()
 
     def _closed(self, rank: int, how: str | None = None) -> None:
-        if rank in self.protocol.left or self.dead is not None:
-            self._forget(self._channels.pop(rank, None))
-        else:
-            self._lose_rank(rank, how)
+        self._forget(self._channels.pop(rank, None))
+        if self.dead is None:
+            self._take(self.protocol.closed(rank, how))
 
-    def _lose_rank(self, rank: int, how: str | None) -> None:
+    def _cause_of(self, rank: int, how: str | None) -> str:
         """``how``: None where it ended without a word. It may not be the first: a rank that is killed makes its peers
         fail, an agent takes its ranks with it, and all may be found lost at once. One that fails of itself says why."""
         first = self._how_agent_ended()
@@ -353,7 +355,7 @@ class RankClient:
             is_own = first.startswith(f"rank {rank} ")
             if (is_own and how is not None) or (not is_own and "ended with code" in first):
                 first = None
-        self._lose(first or f"rank {rank} {how or 'ended without a word'}")
+        return first or cause_of_loss(rank, how)
 
     def _lose(self, reason: str) -> None:
         if self.dead is None:

@@ -15,7 +15,7 @@ Neither machine is thread-safe: each belongs to one thread, or to one lock.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -165,16 +165,28 @@ class _InFlight:
     waiting_tokens: int
 
 
+def cause_of_loss(rank: int, how: str | None) -> str:
+    """``how`` ``rank`` ended, None where without a word, as the reason for which the engine is lost."""
+    return f"rank {rank} {how or 'ended without a word'}"
+
+
 class FrontProtocol:
     """The front end of the ranks at ``places``; once ``lost`` is set it hands out nothing more.
 
     ``silence``: in the caller's units of time, how long a rank may be silent. Time is what the caller says it is.
+    ``cause_of``: what to name as the cause where a rank ended, as ``cause_of_loss``.
     ``left``: the ranks that said that they leave. On the wire a request's id ends in ``#`` and a count, so that nothing
     said of an aborted request is taken for a word on a later one of the same id.
     """
 
-    def __init__(self, places: Mapping[int, Place], silence: float, now: float = 0.0) -> None:
-        self.places = dict(places)
+    def __init__(
+        self,
+        places: Mapping[int, Place],
+        silence: float,
+        now: float = 0.0,
+        cause_of: Callable[[int, str | None], str] = cause_of_loss,
+    ) -> None:
+        self.places, self._cause_of = dict(places), cause_of
         leaders = {place.dp_rank: rank for rank, place in self.places.items() if place.is_leader}
         assert sorted(leaders) == list(range(len(leaders))), f"leaders of DP ranks {sorted(leaders)}"
         self.leaders = [leaders[dp_rank] for dp_rank in range(len(leaders))]
@@ -265,7 +277,7 @@ class FrontProtocol:
         self._silence.heard(rank, now)
         effects = Effects()
         if isinstance(message, Failed):
-            return self.lose(f"rank {rank} failed: {message.reason}")
+            return self.lose(self._cause_of(rank, f"failed: {message.reason}"))
         if isinstance(message, Left):
             self.left.add(rank)
             self._silence.forget(rank)
@@ -288,9 +300,9 @@ class FrontProtocol:
                     effects.failed[request_id] = (reason, True)
         return effects
 
-    def closed(self, rank: int, how: str = "ended without a word") -> Effects:
+    def closed(self, rank: int, how: str | None = None) -> Effects:
         """Nothing more comes from ``rank``: its channel is closed, or its process is gone."""
-        return Effects() if rank in self.left else self.lose(f"rank {rank} {how}")
+        return Effects() if rank in self.left else self.lose(self._cause_of(rank, how))
 
     def tick(self, now: float) -> Effects:
         """Time has passed: say that this side lives, and find ranks that no longer do."""
