@@ -25,8 +25,10 @@ ENGINE_ARGS: dict[str, Any] = {
 
 
 class Server:
-    def __init__(self, url: str, app: Any) -> None:
-        self.url, self.app = url, app
+    """``connections``: uvicorn's protocols of those that are open."""
+
+    def __init__(self, url: str, app: Any, connections: set[Any]) -> None:
+        self.url, self.app, self.connections = url, app, connections
         self.http = httpx.Client(base_url=url, timeout=60)
 
     def post(self, path: str, body: Any = None, status: int = 200, **kwargs: Any) -> Any:
@@ -62,7 +64,7 @@ def serving(engine: Any, **args: Any) -> Iterator[Server]:
         assert time.monotonic() < deadline, "the server has not started"
         time.sleep(0.005)
     port = server.servers[0].sockets[0].getsockname()[1]
-    made = Server(f"http://127.0.0.1:{port}", app)
+    made = Server(f"http://127.0.0.1:{port}", app, server.server_state.connections)
     try:
         yield made
     finally:
