@@ -9,14 +9,13 @@ import contextlib
 import json
 import socket
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from http_server import ENGINE_ARGS, Server, serving
+from http_server import ENGINE_ARGS, Server, serving, wait_until
 from inline_engine import InlineEngine
 
 from vllm.entrypoints.openai.api_server import Gate
@@ -410,13 +409,6 @@ def test_templates_of_clients_are_sandboxed(engine: InlineEngine, tmp_path: Path
 
 
 # --- clients that leave
-
-
-def wait_until(condition: Any, what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.002)
 
 
 @pytest.mark.parametrize("stream", [True, False])
