@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -21,8 +22,14 @@ _temporary = pytest.StashKey[tuple[str, subprocess.Popen[bytes]]]()
 
 def pytest_configure(config: pytest.Config) -> None:
     """Triton's kernels run on CPU tensors in its interpreter, and tiny models on one thread, for a second spins more
-    than it computes; the device suite does neither, and tests of threads set their number. What tests, and processes
-    that they start and kill, make for a while lies in one folder, which goes with the run, however that ends."""
+    than it computes; the device suite does neither, and tests of threads set their number. A drawn case may take as
+    long as the machine makes it. What tests, and processes that they start and kill, make for a while lies in one
+    folder, which goes with the run, however that ends."""
+    with contextlib.suppress(ModuleNotFoundError):
+        from hypothesis import HealthCheck, settings
+
+        settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("any machine")
     if config.option.markexpr != "device":
         os.environ.setdefault("TRITON_INTERPRET", "1")
         os.environ.setdefault("OMP_NUM_THREADS", "1")

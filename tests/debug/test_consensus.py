@@ -41,16 +41,16 @@ def test_fault_is_named_and_all_ranks_stop(fault: str, world_size: int) -> None:
     assert any(re.search(NAMED[fault], text) for text in told.values()), told
     for outcome in outcomes:
         assert outcome.status in ("raised", "died"), outcome
-        assert outcome.seconds < 10
+        assert outcome.seconds < 50
         if outcome.rank != faulty_runs.FAULTY_RANK:
             assert outcome.status == "raised"
             assert "ConsensusError" in outcome.error
 
 
 def test_a_rank_that_does_not_come_is_placed() -> None:
-    env = {"VLLM_CHECK_COLLECTIVES": "1", "VLLM_COLLECTIVE_TIMEOUT_S": "1.5"}
+    env = {"VLLM_CHECK_COLLECTIVES": "1", "VLLM_COLLECTIVE_TIMEOUT_S": "6"}
     told = faulty_runs.told_by(faulty_runs.outcomes_of("sleeps for ever", 2, 60, **env))[0]
-    left = r"1, not there after 1.5 s\..*Rank 1 left reduce_scatterv #\d+ of ep:0 \(step 3, layer layers.0.mlp\) at "
+    left = r"1, not there after 6 s\..*Rank 1 left reduce_scatterv #\d+ of ep:0 \(step 3, layer layers.0.mlp\) at "
     assert re.search(left + r"[\d:.]+; it is alive", told), told
 
 
@@ -88,8 +88,8 @@ def healthy(num_steps: int) -> tuple[int, int]:
 
 
 def test_no_false_alarm_in_2000_healthy_steps_with_delays() -> None:
-    env = {"VLLM_CHECK_COLLECTIVES": "1", "VLLM_STALL_TIMEOUT_S": "5", "VLLM_COLLECTIVE_TIMEOUT_S": "10"}
-    outcomes = launcher.rank_outcomes(healthy, 2, 2000, deadline_s=120, env=env)
+    env = {"VLLM_CHECK_COLLECTIVES": "1", "VLLM_STALL_TIMEOUT_S": "20", "VLLM_COLLECTIVE_TIMEOUT_S": "30"}
+    outcomes = launcher.rank_outcomes(healthy, 2, 2000, deadline_s=300, env=env)
     for outcome in outcomes:
         assert outcome.status == "ok", outcome.error
         events, left = outcome.value

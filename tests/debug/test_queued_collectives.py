@@ -50,6 +50,7 @@ def in_background(collective: Any) -> Any:
 def run(fault: str, believes_the_call: bool = False) -> None:
     """As ``faulty_runs.run``, with the EP group on a device."""
     faulty_runs.start_groups()
+    faulty_runs.be_patient()
     get_ep_group().device_communicator.device = torch.device("xpu", 0)
     torch.get_device_module = lambda device: SimpleNamespace(Event=Event)  # type: ignore[assignment]
     for module, name in ((base, "_all_gather_single"), (dist, "all_reduce"), (dist, "all_to_all_single")):
@@ -63,7 +64,7 @@ def run(fault: str, believes_the_call: bool = False) -> None:
     if believes_the_call:
         watchdog.Diagnosis.queued = lambda self, token, event: self.after(token)  # type: ignore[method-assign]
     for step in range(6):
-        faulty_runs.run_step(step, fault)
+        faulty_runs.run_step(step, fault, entered="dp")
         if not fault and rank_checks.own_rank() == 1:
             time.sleep(0.1)
     watchdog.uninstall()
@@ -71,7 +72,7 @@ def run(fault: str, believes_the_call: bool = False) -> None:
 
 def outcomes_of(fault: str, trace: str, *args: Any) -> list[launcher.RankOutcome]:
     env = {"VLLM_STALL_TIMEOUT_S": "2", "TORCH_CPP_LOG_LEVEL": "FATAL", "VLLM_TRACE_COLLECTIVES": trace}
-    return launcher.rank_outcomes(run, 2, fault, *args, deadline_s=20, env=env)
+    return launcher.rank_outcomes(run, 2, fault, *args, deadline_s=90, env=env)
 
 
 HANGING = "all_reduce #21 of ep:0 (step 3, layer layers.1.mlp)"

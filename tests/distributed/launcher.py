@@ -41,7 +41,8 @@ settings = json.loads(sys.argv[1])
 sys.path[:] = settings["path"]
 importlib.import_module(settings["module"])._serve(settings)
 """
-_GRACE_S = 15.0  # for the helper to report after the ranks' deadline
+_GRACE_S = 45.0  # for the helper to report after the ranks' deadline
+_END_S = 15.0  # for a rank that has reported, or that is asked for its stacks, to end by itself
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,10 +96,22 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, **optio
     return [o.value for o in outcomes]
 
 
+def hold_port() -> socket.socket:
+    """While this is open, the system hands its port to no other socket; a server that reuses addresses, as all do here,
+    may listen there."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Held for as long as this process lives."""
+    _held.append(hold_port())
+    return _held[-1].getsockname()[1]
+
+
+_held: list[socket.socket] = []
 
 
 def living_ranks() -> list[int]:
@@ -158,11 +171,17 @@ class _Helper:
         env: dict[str, str],
         poison: str,
     ) -> list[RankOutcome]:
-        env = {"GLOO_SOCKET_IFNAME": "lo", **env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         call = pickle.dumps((function, args))
+        with hold_port() as held:
+            port = str(held.getsockname()[1])
+            env = {"GLOO_SOCKET_IFNAME": "lo", **env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            return self._run(pickle.dumps((function.__module__, call, world_size, deadline_s, env, poison)), deadline_s)
+
+    def _run(self, request: bytes, deadline_s: float) -> list[RankOutcome]:
+        patience_s = deadline_s + _GRACE_S + 60  # the first run imports the test's module
         try:
-            self.connection.send_bytes(pickle.dumps((function.__module__, call, world_size, deadline_s, env, poison)))
-            if self.connection.poll(deadline_s + _GRACE_S + 60):  # the first run imports the test's module
+            self.connection.send_bytes(request)
+            if self.connection.poll(patience_s):
                 return pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError) as error:
             stop()
@@ -171,7 +190,7 @@ class _Helper:
             stop()
             raise
         stop()
-        raise AssertionError(f"the ranks' helper process did not report within {deadline_s + _GRACE_S + 60:.0f} s")
+        raise AssertionError(f"the ranks' helper process did not report within {patience_s:.0f} s")
 
     def stop(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -257,13 +276,16 @@ def _run_ranks(call: bytes, world_size: int, deadline_s: float, env: dict[str, s
     for rank in set(range(world_size)) - reports.keys():
         reports[rank] = RankOutcome(rank, "deadline", error=f"no result within {deadline_s} s", seconds=deadline_s)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pids[rank], signal.SIGUSR1)
-    if any(report.status == "deadline" for report in reports.values()):
-        time.sleep(0.3)  # for the stacks
+            os.kill(pids[rank], signal.SIGUSR1)  # it prints its stacks, and ends
+    # One that is stopped does neither.
+    late_end = time.monotonic() + _END_S
+    late = [_reap(pids[rank], late_end) if reports[rank].status == "deadline" else None for rank in range(world_size)]
     os.close(gate_write)
     outcomes = []
     for rank, pid in enumerate(pids):
-        exitcode = _reap(pid, 0.0 if reports[rank].status == "deadline" else 5.0)
+        exitcode = late[rank]
+        if exitcode is None:
+            exitcode = _reap(pid, time.monotonic() + _END_S)
         os.lseek(logs[rank], 0, os.SEEK_SET)
         with os.fdopen(logs[rank], "rb") as log:
             output = log.read().decode(errors="replace")
@@ -272,8 +294,8 @@ def _run_ranks(call: bytes, world_size: int, deadline_s: float, env: dict[str, s
     return outcomes
 
 
-def _reap(pid: int, patience_s: float) -> int:
-    end = time.monotonic() + patience_s
+def _reap(pid: int, end: float) -> int:
+    """Its exit code, once it has ended; it is killed at ``end``."""
     while True:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
@@ -298,7 +320,7 @@ def _be_rank(
 ) -> None:
     _die_with(helper)
     faulthandler.enable(file=2)
-    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True, chain=True)  # and then the default, which ends it
     os.environ.update(env)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)

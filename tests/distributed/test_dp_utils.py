@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import random
-import time
 
 import launcher
 import pytest
@@ -225,7 +224,6 @@ def _skips_the_sync() -> str:
     init_distributed_environment()
     initialize_model_parallel(1, 2)
     if own_rank() == 1:
-        time.sleep(4)
         return ""
     with pytest.raises(CollectiveError) as caught:
         coordinate_batch_across_dp(5, step=0, has_unfinished=True)
@@ -234,7 +232,7 @@ def _skips_the_sync() -> str:
 
 @pytest.mark.multiprocess
 def test_case_1_put_back_a_rank_that_skips_the_sync_times_out() -> None:
-    message = launcher.run_ranks(_skips_the_sync, 2, env={"VLLM_COLLECTIVE_TIMEOUT_S": "1.5"})[0]
+    message = launcher.run_ranks(_skips_the_sync, 2, env={"VLLM_COLLECTIVE_TIMEOUT_S": "6"})[0]
     assert "rank 0: collective coordinate_batch_across_dp #0" in message
 
 

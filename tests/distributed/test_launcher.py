@@ -33,8 +33,8 @@ def test_values_come_back_by_rank() -> None:
 
 def test_each_fate_is_told_and_nothing_is_left() -> None:
     start = time.monotonic()
-    outcomes = launcher.rank_outcomes(_fate, 4, ["return", "raise", "die", "stall"], deadline_s=2)
-    assert time.monotonic() - start < 10
+    outcomes = launcher.rank_outcomes(_fate, 4, ["return", "raise", "die", "stall"], deadline_s=8)
+    assert time.monotonic() - start < 60
     assert [o.status for o in outcomes] == ["ok", "raised", "died", "deadline"]
     assert isinstance(outcomes[1].exception, ValueError)
     assert "raised by rank 1" in outcomes[1].error

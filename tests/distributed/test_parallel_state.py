@@ -195,10 +195,9 @@ def test_importing_looks_for_no_device() -> None:
 
 def _stalled_world(stalled: int) -> str:
     _start(2, 2)
-    assert collective_timeout().total_seconds() == 1.5
+    assert collective_timeout().total_seconds() == 6
     forward_context.set_current_step(5)
     if own_rank() == stalled:
-        time.sleep(5)
         return ""
     with pytest.raises(CollectiveError) as caught:
         _step()
@@ -212,7 +211,7 @@ def _step() -> None:
 
 @multiprocess
 def test_every_group_gives_up_after_the_one_timeout() -> None:
-    outcomes = launcher.rank_outcomes(_stalled_world, 4, 3, env={"VLLM_COLLECTIVE_TIMEOUT_S": "1.5"})
+    outcomes = launcher.rank_outcomes(_stalled_world, 4, 3, env={"VLLM_COLLECTIVE_TIMEOUT_S": "6"})
     assert [o.status for o in outcomes] == ["ok"] * 4, [o.error for o in outcomes]
     for rank in range(3):
         # Rank 1 shares a DP group with the stalled one; the others meet its absence in the EP group.
@@ -220,7 +219,7 @@ def test_every_group_gives_up_after_the_one_timeout() -> None:
         assert f"rank {rank}: collective" in outcomes[rank].value
         assert f"group {group}" in outcomes[rank].value
         assert "in step 5" in outcomes[rank].value
-        assert outcomes[rank].seconds < 15
+        assert outcomes[rank].seconds < 45
 
 
 # -- the token exchange

@@ -25,8 +25,10 @@ ENGINE_ARGS: dict[str, Any] = {
 
 
 class Server:
-    def __init__(self, url: str, app: Any) -> None:
-        self.url, self.app = url, app
+    """``connections``: uvicorn's protocols of those that are open."""
+
+    def __init__(self, url: str, app: Any, connections: set[Any]) -> None:
+        self.url, self.app, self.connections = url, app, connections
         self.http = httpx.Client(base_url=url, timeout=60)
 
     def post(self, path: str, body: Any = None, status: int = 200, **kwargs: Any) -> Any:
@@ -47,6 +49,13 @@ class Server:
         return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
+def wait_until(condition: Any, what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.002)
+
+
 @contextlib.contextmanager
 def serving(engine: Any, **args: Any) -> Iterator[Server]:
     options = FrontendArgs(host="127.0.0.1", port=0, disable_uvicorn_access_log=True, **args)
@@ -56,17 +65,14 @@ def serving(engine: Any, **args: Any) -> Iterator[Server]:
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, name="http-server", daemon=True)
     thread.start()
-    deadline = time.monotonic() + 30
-    while not server.started:
-        assert thread.is_alive(), "the server has ended"
-        assert time.monotonic() < deadline, "the server has not started"
-        time.sleep(0.005)
+    wait_until(lambda: server.started or not thread.is_alive(), "the server has not started")
+    assert server.started, "the server has ended"
     port = server.servers[0].sockets[0].getsockname()[1]
-    made = Server(f"http://127.0.0.1:{port}", app)
+    made = Server(f"http://127.0.0.1:{port}", app, server.server_state.connections)
     try:
         yield made
     finally:
         made.http.close()
         server.should_exit = True
-        thread.join(30)
+        thread.join(60)
         assert not thread.is_alive(), "the server has not ended"

@@ -24,8 +24,8 @@ from vllm.v1.metrics.stats import rank_stats
 class InlineEngine:
     """One DP rank. ``aborted``: the ids that were aborted before their end, in order.
 
-    ``held()`` stops steps, ``die(reason)`` ends the engine as the loss of a rank does, ``call(f)`` is ``f(engine)``
-    between two steps.
+    ``held()`` stops steps, ``stopping_after(n)`` all but the next ``n``; ``die(reason)`` ends the engine as the loss of
+    a rank does, ``call(f)`` is ``f(engine)`` between two steps.
     """
 
     def __init__(self, model: str, **engine_args: Any) -> None:
@@ -42,6 +42,7 @@ class InlineEngine:
         self._calls: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._num_holds = 0
+        self._steps_left: int | None = None
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="inline-engine", daemon=True)
         self._thread.start()
@@ -85,8 +86,8 @@ class InlineEngine:
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
-        self.aborted += ids
         self._post(lambda: self._engine.abort_request(ids))
+        self.aborted += ids  # whoever sees them here comes after the abort
 
     async def encode(self, *_args: Any, **_kwargs: Any) -> Any:
         raise NotImplementedError("encode is not supported: only text generation is")
@@ -149,6 +150,15 @@ class InlineEngine:
                 self._num_holds -= 1
                 self._changed.notify()
 
+    @contextlib.contextmanager
+    def stopping_after(self, steps: int) -> Iterator[None]:
+        """However late the test is, no request of more steps ends in here."""
+        self.call(lambda _: setattr(self, "_steps_left", steps))
+        try:
+            yield
+        finally:
+            self.call(lambda _: setattr(self, "_steps_left", None))
+
     def die(self, reason: str) -> None:
         self._post(lambda: self._fail(EngineDeadError(reason)))
 
@@ -196,6 +206,8 @@ class InlineEngine:
             for call in calls:
                 call()
             if self._due():
+                if self._steps_left is not None:
+                    self._steps_left -= 1
                 try:
                     outputs = self._engine.step()
                 except Exception as error:
@@ -205,4 +217,5 @@ class InlineEngine:
                     self._give(output.request_id, output)
 
     def _due(self) -> bool:
-        return not self._num_holds and not self.errored and self._engine.has_unfinished_requests()
+        stopped = self._num_holds or self._steps_left == 0 or self.errored
+        return not stopped and self._engine.has_unfinished_requests()

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from http_server import ENGINE_ARGS, Server
+from http_server import ENGINE_ARGS, Server, wait_until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from inline_engine import InlineEngine
@@ -91,6 +91,7 @@ def test_a_crowd(server: Server, engine: InlineEngine, char_llama: Path):
     ends = asyncio.run(run())
     assert {"bad", "whole", "left", "streamed"} == set(ends)
     assert ends.count("left") >= 10
+    wait_until(lambda: server.http.get("/load").json() == {"server_load": 0}, "who left is still in work")
 
 
 # --- bodies of any kind
