@@ -9,6 +9,7 @@ import dataclasses
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -256,6 +257,19 @@ def test_a_rank_that_dies_before_it_has_said_anything(model: str) -> None:
         assert process.returncode == 1, said
         assert "error: the engine was lost: rank 1 was killed by SIGKILL" in said
         assert not served.left_of(pids)
+
+
+@pytest.mark.multiprocess
+def test_a_rank_that_cannot_start_says_why(model: str, tmp_path: Path) -> None:
+    broken = tmp_path / "model"
+    shutil.copytree(model, broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-64])
+    with starting(str(broken)) as (process, _):
+        said, _ = process.communicate(timeout=120)
+        assert process.returncode == 1, said
+        assert "error: the engine was lost: rank 0 failed: " in said
+        assert "model.safetensors" in said.split("rank 0 failed: ")[1]
 
 
 @pytest.mark.slow

@@ -262,7 +262,7 @@ def main(argv: list[str]) -> None:
         rank.tell([Ready(length, blocks)], counted=False)
         rank.serve(core)
     except BaseException as error:
-        rank.tell([Failed(f"{type(error).__name__}: {error}")], counted=rank.is_ready)
+        rank.tell([Failed(f"{type(error).__name__}: {error}")])
         rank.close()
         raise
     rank.close()
