@@ -248,6 +248,31 @@ def test_whoever_leaves_frees_its_place(llm: AsyncLLM) -> None:
     asyncio.run(check())
 
 
+def test_a_loop_that_is_closed_takes_its_own_requests_with_it(llm: AsyncLLM) -> None:
+    """Others hear what is theirs, be it an output or an abort."""
+    loop, left = (
+        asyncio.new_event_loop(),
+        [llm.generate(served.prompt(9), served.greedy(200), f"left-{n}") for n in (0, 1)],
+    )
+    for stream in left:
+        loop.run_until_complete(anext(stream))
+
+    async def others() -> None:
+        stays = llm.generate(served.prompt(9), served.greedy(200), "stays")
+        await anext(stays)
+        with llm.ranks.lock:  # so that no output comes first
+            loop.close()
+            await llm.abort(["left-0", "stays"])
+        with pytest.raises(EngineGenerateError, match="aborted"):
+            async for _ in stays:
+                pass
+        assert await served.tokens(llm, 9, 30, "other") == list(tiny.greedy(served.MODEL, tiny.prompt(9), 30))
+        await served.until(lambda: all(stats["running"] == stats["waiting"] == 0 for stats in llm.stats()))
+
+    asyncio.run(others())
+    assert not llm._clients
+
+
 def test_ids_in_use_are_refused(llm: AsyncLLM) -> None:
     async def check() -> None:
         task = asyncio.create_task(served.tokens(llm, 9, 60, "same"))

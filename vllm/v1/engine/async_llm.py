@@ -246,9 +246,7 @@ class AsyncLLM:
                 give(request_id, ValueError(why) if is_its_fault else EngineDeadError(why), True)
                 self._drop([request_id])
         for loop, outputs in found.items():
-            try:
-                loop.call_soon_threadsafe(_deliver, outputs)
-            except RuntimeError:  # the loop was closed with requests in it
+            if not _deliver(loop, outputs):
                 self._drop([client_id for client_id, client in self._clients.items() if client.loop is loop])
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
@@ -258,7 +256,7 @@ class AsyncLLM:
             waiting = [client for one in ids if (client := self._clients.get(one)) is not None]
             self._drop(ids)
         for client in waiting:
-            client.loop.call_soon_threadsafe(client.put, EngineGenerateError("the request was aborted"))
+            _deliver(client.loop, [(client, EngineGenerateError("the request was aborted"))])
 
     encode = refuse("vllm.AsyncLLM.encode")
 
@@ -304,9 +302,18 @@ class AsyncLLM:
         self._tokenising.shutdown(wait=False)
 
 
-def _deliver(outputs: list[tuple[_Client, RequestOutput | Exception]]) -> None:
-    for client, output in outputs:
-        client.put(output)
+def _deliver(loop: asyncio.AbstractEventLoop, outputs: list[tuple[_Client, RequestOutput | Exception]]) -> bool:
+    """Not, where the loop was closed with requests in it."""
+
+    def put() -> None:
+        for client, output in outputs:
+            client.put(output)
+
+    try:
+        loop.call_soon_threadsafe(put)
+    except RuntimeError:
+        return False
+    return True
 
 
 def make_launch(engine_args: EngineArgs, config: VllmConfig, **options: Any) -> Launch:
