@@ -248,8 +248,10 @@ def test_whoever_leaves_frees_its_place(llm: AsyncLLM) -> None:
     asyncio.run(check())
 
 
-def test_a_loop_that_is_closed_takes_its_own_requests_with_it(llm: AsyncLLM) -> None:
+def test_a_loop_that_is_closed_takes_its_own_requests_with_it(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others hear what is theirs, be it an output or an abort."""
+    dropped, drop = list[str](), llm._drop
+    monkeypatch.setattr(llm, "_drop", lambda ids: (dropped.extend(names := list(ids)), drop(names)))
     loop, left = (
         asyncio.new_event_loop(),
         [llm.generate(served.prompt(9), served.greedy(200), f"left-{n}") for n in (0, 1)],
@@ -270,6 +272,7 @@ def test_a_loop_that_is_closed_takes_its_own_requests_with_it(llm: AsyncLLM) -> 
         await served.until(lambda: all(stats["running"] == stats["waiting"] == 0 for stats in llm.stats()))
 
     asyncio.run(others())
+    assert "left-1" in dropped
     assert not llm._clients
 
 
