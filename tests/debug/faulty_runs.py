@@ -66,12 +66,11 @@ def until_all_wait_here(entered: str = "") -> None:
         mine = observer.entered()
         told = {**others, own: {"entered": mine}}
         waiting = [of for of in others.values() if of["waits"] and watchdog.Diagnosis._missing(of["waits"], told)]
-        ahead = [
-            of
+        in_group = [
+            any(num > mine.get(group, num) for group, num in of["entered"].items() if group.startswith(entered))
             for of in others.values()
-            if not entered or any(n > mine.get(group, n) for group, n in of["entered"].items() if group.startswith(entered))
         ]
-        if others and len(waiting) == len(ahead) == len(others):
+        if others and len(waiting) == len(others) and (not entered or all(in_group)):
             return
     raise AssertionError(f"not all wait for rank {own}: {others}")
 
