@@ -45,6 +45,8 @@ def be_patient() -> None:
     """The limit on standing still counts on the faulty rank alone, from its fault on."""
     global _stall_timeout_s
     _stall_timeout_s, _installed().stall_timeout_s = _installed().stall_timeout_s, 60.0
+    if rank_checks.own_rank() != FAULTY_RANK:
+        watchdog._LET_GO_S = 30.0  # the others leave with an exception, however late they run
 
 
 _stall_timeout_s = 60.0
