@@ -79,7 +79,8 @@ def test_a_handler_of_the_program_stays() -> None:
 
 def test_a_closed_one_leaves_the_default() -> None:
     closed = "stop.set(); notice.wake(); thread.join(); notice.close()\n"
-    assert run(f"{closed}assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\nready()\ntime.sleep(60)") == ("", -15)
+    default = "assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n"
+    assert run(f"{closed}{default}ready()\ntime.sleep(60)") == ("", -15)
     in_a_thread = (
         f"{closed.replace('notice.close()', '')}\nt = threading.Thread(target=notice.close)\nt.start(); t.join()\n"
     )

@@ -7,11 +7,13 @@ with every limit as shipped; a stall does after ``VLLM_STALL_TIMEOUT_S``.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,9 @@ import rank_checks
 import tiny_models as tiny
 
 from vllm.distributed import get_world_group
+from vllm.distributed.parallel_state import get_store
 from vllm.forward_context import get_place
+from vllm.v1.debug import watchdog
 
 pytestmark = pytest.mark.multiprocess
 
@@ -30,23 +34,34 @@ FAILING_RANK = 1
 
 
 def run_with_fault(folder: str, tp: int, dp: int, fault: str, ahead: bool) -> None:
-    """One rank fails in its sixth step, number 5; the others' exceptions gain the seconds that they took to notice."""
+    """One rank fails in its sixth step, number 5, when the others have come as far; their exceptions gain the seconds
+    that they took to notice. The limit on standing still counts from the fault on."""
     from test_step import make_llm, runner_of
 
     llm = make_llm(folder, tp, dp, async_scheduling=ahead)
     processes = get_world_group().all_gather_object(os.getpid())
-    happened: list[float] = []
+    rank, store, here = rank_checks.own_rank(), get_store(), []
+    others = [f"drill/{other}" for other in range(tp * dp) if other != FAILING_RANK]
+    diagnosis = watchdog._installed
+    assert diagnosis is not None
+    limit_s, diagnosis.stall_timeout_s = diagnosis.stall_timeout_s, 100.0
+    if rank != FAILING_RANK:
+        watchdog._LET_GO_S = 30.0  # a survivor leaves with its exception, however late it runs
     host_is_there = threading.Event()  # where the drill wants the host of the failing rank, which is in no hurry
     if fault not in ("raises unasked", "raises alone"):
         host_is_there.set()
 
     def in_second_layer(*_: Any) -> None:
-        if get_place().step < 5 or happened:
+        if get_place().step < 5 or here:
             return
-        happened.append(time.monotonic())
-        if rank_checks.own_rank() != FAILING_RANK:
+        here.append(True)
+        if rank != FAILING_RANK:
+            store.set(f"drill/{rank}", "")
             return
-        assert host_is_there.wait(30), "the host is elsewhere"
+        store.wait(others, timedelta(seconds=60))
+        assert host_is_there.wait(60), "the host is elsewhere"
+        diagnosis.stall_timeout_s = limit_s
+        store.set("drill/fault", str(time.monotonic()))
         if fault == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.startswith("raises"):
@@ -54,6 +69,13 @@ def run_with_fault(folder: str, tp: int, dp: int, fault: str, ahead: bool) -> No
         elif fault == "is stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(60)
+
+    def limit_from_fault_on(store: Any) -> None:
+        store.wait(["drill/fault"], timedelta(seconds=100))
+        diagnosis.stall_timeout_s = limit_s
+
+    if fault == "is stopped" and rank != FAILING_RANK:
+        threading.Thread(target=limit_from_fault_on, args=(get_store(),), daemon=True).start()
 
     runner = runner_of(llm)
     finish, agree = runner.finish, runner._agree
@@ -69,7 +91,7 @@ def run_with_fault(folder: str, tp: int, dp: int, fault: str, ahead: bool) -> No
             host_is_there.set()
         return agree(*args)
 
-    if rank_checks.own_rank() == FAILING_RANK:
+    if rank == FAILING_RANK:
         if fault == "raises unasked":
             runner.finish = finish_late
         elif fault == "raises alone":
@@ -80,7 +102,7 @@ def run_with_fault(folder: str, tp: int, dp: int, fault: str, ahead: bool) -> No
     try:
         tiny.generate(llm, [tiny.prompt(6)], 60)
     except RuntimeError as error:
-        error.add_note(f"noticed after {time.monotonic() - happened[0]:.1f} s")
+        error.add_note(f"noticed after {time.monotonic() - float(store.get('drill/fault')):.1f} s")
         if fault == "is stopped":
             os.kill(processes[FAILING_RANK], signal.SIGKILL)
         raise
@@ -90,12 +112,27 @@ NAMED = {
     "dies": r"rank 1 is gone: its process \d+ has ended",
     "raises": r"rank 1 reports: step 5 failed, layer model\.layers\.1\.\S+: ValueError\('injected fault'\)",
     "stalls": rf"rank 1 reports: no progress for VLLM_STALL_TIMEOUT_S={STALL_S} s in step 5, layer model.layers.1\S+,",
-    "is stopped": r"no progress for .* inside .* for ranks? 1\b.*: rank 1 has been silent for \d s \(stopped,",
+    "is stopped": r"no progress for .* inside .* for ranks? 1\b.*: rank 1 has been silent for \d+ s \(stopped,",
 }
 
 
-def left_in_shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
+def left_in_shared_memory(before: set[str], patience_s: float = 20) -> set[str]:
+    """What has come since ``before`` and stays without a process that has it: others run beside these ranks."""
+    until = time.monotonic() + patience_s
+    while left := shared_memory() - before:
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                held = {os.readlink(file) for file in (process / "fd").iterdir()}
+                held.update((process / "maps").read_text().split())
+                left = {path for path in left if path not in held}
+        if not left or time.monotonic() > until:
+            break
+        time.sleep(0.2)
+    return left
+
+
+def shared_memory() -> set[str]:
+    return {str(path) for path in Path("/dev/shm").iterdir()}
 
 
 # In the larger layout the failing rank has one beside it in each kind of group; in the smaller, no other.
@@ -110,7 +147,7 @@ def left_in_shared_memory() -> set[str]:
 )
 def test_survivors_end_soon_and_name_rank_and_collective(fault: str, tp: int, dp: int, ahead: bool) -> None:
     slow = fault in ("stalls", "is stopped")
-    before = left_in_shared_memory()
+    before = shared_memory()
     outcomes = launcher.rank_outcomes(
         run_with_fault,
         tp * dp,
@@ -128,7 +165,7 @@ def test_survivors_end_soon_and_name_rank_and_collective(fault: str, tp: int, dp
             continue
         check_survivor(outcome, fault, 10 + slow * (STALL_S + 2))
     assert launcher.living_ranks() == []
-    assert left_in_shared_memory() <= before
+    assert not left_in_shared_memory(before)
 
 
 def check_survivor(outcome: launcher.RankOutcome, fault: str, seconds: float) -> None:

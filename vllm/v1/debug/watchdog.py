@@ -292,11 +292,13 @@ class Diagnosis:
 
     def _find_cause(self, record: CollectiveRecord) -> None:
         """It broke: a peer is dying, or failed and is closing its connections. Wait a moment to learn who."""
-        until = time.monotonic() + (_CAUSE_S if self.peers else 0)
-        while not observer.lost() and time.monotonic() < until:
+        until = time.monotonic() + _CAUSE_S
+        while self.peers and not observer.lost():
             places = self._on_board(Board.places, list(self.peers)) or {}
             if cause := self._on_board(Board.read, "alarm") or self._who_is_gone(places, record):
                 observer.give_up(cause)
+            if time.monotonic() > until:  # asked once at least, however late this thread runs
+                return
             time.sleep(_POLL_S / 5)
 
     def _alarm_all(self, reason: str) -> None:
