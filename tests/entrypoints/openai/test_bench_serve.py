@@ -31,8 +31,8 @@ FIRST_S, GAP_S = 0.08, 0.03
 
 class Scripted:
     """A server that waits ``FIRST_S`` for the first piece of text and ``GAP_S`` between two. Prompts that hold a ! are
-    refused, after one piece with a ?; ``usage``: it says how many tokens there were: two for each piece. After the first
-    piece it waits for ``is_noted``."""
+    refused, after one piece with a ?; ``usage``: it says how many tokens there were: two for each piece. After the
+    first piece it waits for ``is_noted``."""
 
     def __init__(self, usage: bool = True, root: Path | None = None) -> None:
         self.bodies: list[dict[str, Any]] = []
