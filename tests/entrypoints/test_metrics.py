@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import launcher
 import pytest
@@ -23,6 +25,8 @@ from vllm.v1.metrics import engine_metrics, stats
 from vllm.v1.metrics.engine_metrics import EngineMetrics
 from vllm.v1.metrics.prometheus import Exposition
 from vllm.v1.outputs import EngineCoreOutput
+from vllm.v1.worker import gpu_model_runner
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -209,30 +213,52 @@ def test_prefix_hits_preemptions_and_cache_use(tiny_llama: Path, fake_worker: ty
     llm.shutdown()
 
 
-def uneven(folder: str) -> tuple[dict[str, float], list[tuple[str, str, float]]]:
+def uneven(folder: str, begun: Path) -> tuple[dict[str, float], list[tuple[str, str, float]], float, float]:
+    """With the seconds in the calls that agree on a step, and those in the steps' part around them."""
     import rank_checks
 
     llm = rank_llm(folder, 1, 2, True, disable_log_stats=False)
-    rank = rank_checks.own_rank()
-    if rank == 1:
-        time.sleep(0.5)
-    tiny.generate(llm, [tiny.prompt(4 if rank else 9)], 3 if rank else 6)
+    rank, inside, around = rank_checks.own_rank(), list[float](), list[float]()
+
+    def timed(call: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            if rank == 0 and seconds is inside:
+                begun.touch()
+            result = call(*args, **kwargs)
+            seconds.append(time.perf_counter() - began)
+            return result
+
+        return wrapper
+
+    agree = gpu_model_runner.coordinate_batch_across_dp
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GPUModelRunner, "_agree", timed(GPUModelRunner._agree, around))
+        patch.setattr(gpu_model_runner, "coordinate_batch_across_dp", timed(agree, inside))
+        if rank == 1:
+            while not begun.exists():
+                time.sleep(0.005)
+            time.sleep(0.5)
+        tiny.generate(llm, [tiny.prompt(4 if rank else 9)], 3 if rank else 6)
     found = stats.rank_stats(llm.llm_engine)
     shown = [(m.name, m.labels["engine"], m.value) for m in llm.get_metrics() if hasattr(m, "value")]
     llm.shutdown()
-    return found, shown
+    return found, shown, sum(inside), sum(around)
 
 
 @pytest.mark.multiprocess
-def test_rows_dummies_and_waits_of_uneven_ranks():
+def test_rows_dummies_and_waits_of_uneven_ranks(tmp_path: Path):
     """Rank 0: 9 rows, then 5 of one token. Rank 1: 4 rows and 5 of padding, two tokens, three dummies of one row."""
     env = {"VLLM_DP_PAD_TO_MAX": "1"}
-    (first, shown), (second, shown_there) = launcher.run_ranks(uneven, 2, tiny.checkpoint("mixtral"), env=env)
+    found = launcher.run_ranks(uneven, 2, tiny.checkpoint("mixtral"), tmp_path / "begun", env=env)
+    (first, shown, *_), (second, shown_there, *_) = found
     counts = ("steps", "dummy_steps", "real_rows", "padded_rows", "prompt_tokens", "generation_tokens")
     assert [first[name] for name in counts] == [6, 0, 14, 0, 9, 6]
     assert [second[name] for name in counts] == [6, 3, 6, 8, 4, 3]
     assert first["step"] == second["step"] == 7, "the last agreement finds that nobody has work"
-    assert first["wait_seconds"] > 0.4 > second["wait_seconds"] > 0
+    assert first["wait_seconds"] > 0.5, "the other rank began half a second after this one"
+    for counted, _, inside, around in found:
+        assert 0 < inside - 1e-6 <= counted["wait_seconds"] <= around + 1e-6
     assert ("vllm:padded_rows", "0", 0) in shown
     assert ("vllm:padded_rows", "1", 8) in shown_there
     assert ("vllm:dummy_steps", "1", 3) in shown_there

@@ -6,8 +6,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
+import socket
 import tempfile
 import time
+import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
 MODEL = "qwen3-moe"
+STEPS = Path(tempfile.gettempdir(), f"steps-{os.getpid()}")
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "skip_tokenizer_init": True,
@@ -51,7 +55,18 @@ def environment(**variables: str) -> Iterator[None]:
 
 def poisoned() -> dict[str, str]:
     paths = [str(Path(__file__).with_name("poisoned_ranks")), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": "lo"}
+    return {"PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": "lo", "SERVED_STEPS": str(STEPS)}
+
+
+@contextlib.contextmanager
+def stopping_after(steps: int) -> Iterator[None]:
+    """Idle ranks of ``poisoned()`` make so many steps and stand still until this is left: no longer request ends,
+    however late the front end is."""
+    STEPS.write_text(f"{steps} {uuid.uuid4()}")
+    try:
+        yield
+    finally:
+        STEPS.unlink()
 
 
 def greedy(max_tokens: int, **params: Any) -> SamplingParams:
@@ -69,7 +84,7 @@ async def tokens(llm: Any, length: int, max_tokens: int, request_id: str, seed: 
     return list(last.outputs[0].token_ids)
 
 
-async def until(condition: Any, seconds: float = 20.0) -> None:
+async def until(condition: Any, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come about"
@@ -79,8 +94,35 @@ async def until(condition: Any, seconds: float = 20.0) -> None:
 def children(pid: int) -> list[int]:
     found = []
     for task in Path(f"/proc/{pid}/task").iterdir():
-        found += [int(child) for child in (task / "children").read_text().split()]
+        with contextlib.suppress(OSError):  # a thread that has ended since
+            found += [int(child) for child in (task / "children").read_text().split()]
     return found
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """The process stands still. A rank's peers do so with it, before the end of a step."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+async def heard(llm: AsyncLLM, dp_rank: int) -> None:
+    """Returns when the ranks of ``dp_rank`` have read all that was sent to them; they read it while they step, too."""
+    with llm.ranks.lock:
+        answered = llm.ranks.prepare({}, dp_rank)  # no grammar: only an answer
+    await asyncio.wrap_future(answered)
+
+
+@contextlib.contextmanager
+def port() -> Iterator[int]:
+    """Of 127.0.0.1: the kernel gives it to nobody else, and who asks for it by its number may listen there."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 def processes(llm: AsyncLLM) -> dict[str, int]:
@@ -100,7 +142,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def left_of(pids: Iterable[int], within_s: float = 5.0) -> list[int]:
+def left_of(pids: Iterable[int], within_s: float = 30.0) -> list[int]:
     """Which of ``pids`` stay; what was killed at the end takes a moment to go."""
     end = time.monotonic() + within_s
     while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < end:

@@ -102,7 +102,7 @@ def test_only_who_has_the_key_gets_in() -> None:
             else:
                 with pytest.raises(AuthenticationError):
                     connect("127.0.0.1", port, key)
-            thread.join(10)
+            thread.join(60)
         accepted, refused = outcomes
         assert isinstance(refused, AuthenticationError)
         channel.send(Stop())
@@ -156,17 +156,17 @@ def test_an_agent_ends_with_its_front_end(unread: bool):
     """Also where the front end is killed with words of the agent unread, which resets the connection."""
     front, other = socket.socketpair()
     program = (
-        "import os, socket, sys; from vllm.v1.engine.agent import _follow;"
-        "_follow(socket.socket(fileno=int(sys.argv[1])), 60.0, os.getppid(), print)"
+        "import socket, sys; from vllm.v1.engine.agent import _follow;"
+        "_follow(socket.socket(fileno=int(sys.argv[1])), 600.0, 0, print)"
     )
     command = [sys.executable, "-c", program, str(other.fileno())]
     with other, subprocess.Popen(command, stderr=subprocess.PIPE, text=True, pass_fds=[other.fileno()]) as agent:
         try:
             assert front.recv(1)
             if unread:
-                assert select.select([front], [], [], 30)[0], "the agent has not said again that it lives"
+                assert select.select([front], [], [], 120)[0], "the agent has not said again that it lives"
             front.close()
-            _, said = agent.communicate(timeout=30)
+            _, said = agent.communicate(timeout=120)
         finally:
             agent.kill()
     assert (agent.returncode, "the front end has ended" in said) == (1, True), said

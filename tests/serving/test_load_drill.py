@@ -22,7 +22,6 @@ from typing import Any
 import pytest
 import served
 import tiny_models as tiny
-from launcher import free_port
 
 CLIENTS = 200
 LONGEST = 24
@@ -41,19 +40,21 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 @contextlib.contextmanager
 def server() -> Iterator[tuple[subprocess.Popen[str], int]]:
-    port, settings = free_port(), {**served.SETTINGS, "tensor_parallel_size": 2, "data_parallel_size": 2}
+    settings = {**served.SETTINGS, "tensor_parallel_size": 2, "data_parallel_size": 2}
     options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items() if value is not True]
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", tiny.checkpoint(served.MODEL)]
-    command += ["--host=127.0.0.1", f"--port={port}", "--skip-tokenizer-init", "--enable-expert-parallel", *options]
+    command += ["--host=127.0.0.1", "--skip-tokenizer-init", "--enable-expert-parallel", *options]
     with served.environment(**served.poisoned()):
         paths = [os.environ["PYTHONPATH"], *filter(None, sys.path)]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    try:
-        yield process, port
-    finally:
-        process.kill()
-        process.communicate()
+    with served.port() as port:
+        words = [*command, f"--port={port}"]
+        process = subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        try:
+            yield process, port
+        finally:
+            process.kill()
+            process.communicate()
 
 
 async def lines(port: int, method: str, path: str, body: Any = None, rank: int | None = None) -> AsyncIterator[str]:
@@ -151,7 +152,7 @@ def test_load_drill(seconds: int) -> None:
         assert max(grown.values()) < GROWTH_BYTES, grown
         assert min(ends[kind] for kind in ("whole", "left", "bad")) > CLIENTS / 20, ends
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0, process.communicate()[1]
+        assert process.wait(120) == 0, process.communicate()[1]
         assert not served.left_of(pids)
 
     async def status(port: int) -> str:

@@ -4,14 +4,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
+import served
 import tiny_models as tiny
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -28,25 +25,11 @@ def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, output_kind=delta)
 
 
-async def until(true: Callable[[], object], what: str, seconds: float = 30) -> None:
+async def until(true: Callable[[], object], what: str, seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, f"{what}: not within {seconds} s"
         await asyncio.sleep(0.05)
-
-
-def process_of(rank: int) -> int:
-    """Below this process, the one that is ``rank``."""
-    found, queue = [], [os.getpid()]
-    for pid in queue:
-        with contextlib.suppress(OSError):
-            for task in Path(f"/proc/{pid}/task").iterdir():
-                queue += map(int, (task / "children").read_text().split())
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if b"vllm.v1.engine.rank" in command:
-                found.append((f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"), pid))
-    (pid,) = [pid for is_it, pid in found if is_it]
-    return pid
 
 
 async def watch(llm: AsyncLLM) -> None:
@@ -63,40 +46,41 @@ async def watch(llm: AsyncLLM) -> None:
         families = text_string_to_metric_families(text)
         return next(s.value for family in families for s in family.samples if (s.name, s.labels) == (name, wanted))
 
-    assert await run("one", 1, 6) == list(tiny.greedy("mixtral", tiny.prompt(9), 6))
+    def states() -> list[tuple[str, list[int]]]:
+        return [(rank["state"], rank["waits_for"]) for rank in describe_ranks(llm, "m")["ranks"]]
+
+    reports: list[dict[str, float]] = []
 
     def at_rest() -> bool:
-        both = llm.rank_stats
-        return all(both) and not any(stats["running"] for stats in both) and both[0]["step"] == both[1]["step"]
+        reports[:] = llm.rank_stats
+        return all(reports) and not any(r["running"] for r in reports) and reports[0]["step"] == reports[1]["step"]
 
+    assert await run("one", 1, 6) == list(tiny.greedy("mixtral", tiny.prompt(9), 6))
     await until(at_rest, "the ranks report their end")
-    first, second = llm.rank_stats
+    first, second = reports
     assert [second[name] for name in ("prompt_tokens", "generation_tokens", "dummy_steps")] == [9, 6, 0]
     assert [first[name] for name in ("prompt_tokens", "generation_tokens", "dummy_steps")] == [0, 0, 6]
-    assert first["step"] == second["step"]
-    assert [rank["state"] for rank in describe_ranks(llm, "m")["ranks"]] == ["idle", "idle"]
+    await until(lambda: states() == [("idle", [])] * 2, "both are idle")
     assert [count("vllm:time_to_first_token_seconds_count", rank) for rank in (0, 1)] == [0, 1]
     assert [count("vllm:inter_token_latency_seconds_count", rank) for rank in (0, 1)] == [0, 5]
     assert [count("vllm:request_success_total", rank, finished_reason="length") for rank in (0, 1)] == [0, 1]
 
-    stream = llm.generate({"prompt_token_ids": [1, 2]}, greedy(200), "left", data_parallel_rank=1)
-    await anext(stream)
-    await stream.aclose()
+    with served.stopping_after(5):
+        stream = llm.generate({"prompt_token_ids": [1, 2]}, greedy(200), "left", data_parallel_rank=1)
+        await anext(stream)
+        await stream.aclose()
     assert [count("vllm:request_success_total", rank, finished_reason="abort") for rank in (0, 1)] == [0, 1]
     with pytest.raises(ValueError, match="data_parallel_rank=7"):
         await run("nowhere", 7, 3)
     assert count("vllm:request_success_total", 0, finished_reason="abort") == 0, "what no rank had is counted nowhere"
 
-    held, task = process_of(1), asyncio.create_task(run("held", 0, 120))
-    await until(lambda: llm.rank_stats[0]["running"], "the request runs")
-    os.kill(held, signal.SIGSTOP)
-    try:
-        states = lambda: [(r["state"], r["waits_for"]) for r in describe_ranks(llm, "m")["ranks"]]  # noqa: E731
-        await until(lambda: states()[0] == ("waiting", [1]), "rank 0 says that it waits for rank 1", 10)
+    with served.stopped(served.processes(llm)["rank 1"]):
+        task = asyncio.create_task(run("held", 0, 120))
+        await until(lambda: states()[0] == ("waiting", [1]), "rank 0 says that it waits for rank 1")
         late = asyncio.create_task(run("late", 0, 2))
+        await until(lambda: "late" in llm.ranks.protocol.requests, "it was sent")
+        await served.heard(llm, 0)
         await asyncio.sleep(0.4)
-    finally:
-        os.kill(held, signal.SIGCONT)
     assert [len(await task), len(await late)] == [120, 2]
     assert count("vllm:request_queue_time_seconds_sum", 0) > 0.3, "it waited for the end of the step"
     assert llm.rank_stats[0]["wait_seconds"] > 0
@@ -105,19 +89,20 @@ async def watch(llm: AsyncLLM) -> None:
 @pytest.mark.multiprocess
 def test_what_served_ranks_tell(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    llm = AsyncLLM.from_engine_args(
-        EngineArgs(
-            tiny.checkpoint("mixtral"),
-            dtype="float32",
-            skip_tokenizer_init=True,
-            max_model_len=256,
-            max_num_seqs=8,
-            max_num_batched_tokens=64,
-            num_gpu_blocks_override=100,
-            data_parallel_size=2,
-            enable_expert_parallel=True,
-        )
+    monkeypatch.setenv("VLLM_SILENCE_TIMEOUT_S", "300")  # one rank is stopped for as long as it takes
+    args = EngineArgs(
+        tiny.checkpoint("mixtral"),
+        dtype="float32",
+        skip_tokenizer_init=True,
+        max_model_len=256,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        num_gpu_blocks_override=100,
+        data_parallel_size=2,
+        enable_expert_parallel=True,
     )
+    with served.environment(**served.poisoned()):
+        llm = AsyncLLM.from_engine_args(args)
     try:
         asyncio.run(watch(llm))
     finally:

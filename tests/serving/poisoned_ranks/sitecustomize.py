@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In a rank's process uninitialised memory is NaN: for tests that put this folder on PYTHONPATH."""
+"""For tests that put this folder on PYTHONPATH: in a rank's process uninitialised memory is NaN, and no more steps are
+made than the file says whose name is in ``SERVED_STEPS``, as long as it is there (``served.stopping_after``)."""
 
 import os
 import sys
+import time
 from pathlib import Path
 
 if "vllm.v1.engine.rank" in sys.orig_argv:
@@ -10,3 +12,21 @@ if "vllm.v1.engine.rank" in sys.orig_argv:
     import poison
 
     poison.start(poison.PATTERNS[int(os.environ["RANK"]) % len(poison.PATTERNS)])
+
+    from vllm.v1.engine.core import EngineCore
+
+    run_step, made = EngineCore.run_step, {}
+
+    def gated(core: EngineCore) -> object:
+        while os.path.exists(os.environ["SERVED_STEPS"]):
+            try:
+                text = Path(os.environ["SERVED_STEPS"]).read_text()
+            except FileNotFoundError:
+                break
+            if text and made.get(text, 0) < int(text.split()[0]):
+                made[text] = made.get(text, 0) + 1
+                break
+            time.sleep(0.002)
+        return run_step(core)
+
+    EngineCore.run_step = gated
