@@ -11,7 +11,7 @@ import socket
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +59,16 @@ def poisoned() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def stopping_after(steps: int) -> Iterator[None]:
+def stopping_after(steps: int) -> Iterator[Callable[[int], None]]:
     """Idle ranks of ``poisoned()`` make so many steps and stand still until this is left: no longer request ends,
-    however late the front end is."""
-    STEPS.write_text(f"{steps} {uuid.uuid4()}")
+    however late the front end is. What it yields lets them make so many more."""
+
+    def allow(more: int) -> None:
+        STEPS.write_text(f"{more} {uuid.uuid4()}")
+
+    allow(steps)
     try:
-        yield
+        yield allow
     finally:
         STEPS.unlink()
 

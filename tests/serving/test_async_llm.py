@@ -8,7 +8,7 @@ import dataclasses
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -252,26 +252,34 @@ def test_a_loop_that_is_closed_takes_its_own_requests_with_it(llm: AsyncLLM, mon
     """Others hear what is theirs, be it an output or an abort."""
     dropped, drop = list[str](), llm._drop
     monkeypatch.setattr(llm, "_drop", lambda ids: (dropped.extend(names := list(ids)), drop(names)))
-    loop, left = (
-        asyncio.new_event_loop(),
-        [llm.generate(served.prompt(9), served.greedy(200), f"left-{n}") for n in (0, 1)],
-    )
-    for stream in left:
-        loop.run_until_complete(anext(stream))
+    loop = asyncio.new_event_loop()
 
-    async def others() -> None:
-        stays = llm.generate(served.prompt(9), served.greedy(200), "stays")
-        await anext(stays)
+    async def begin(allow: Callable[[int], None], *names: str) -> list[Any]:
+        streams = [llm.generate(served.prompt(9), served.greedy(200), name) for name in names]
+        first = [asyncio.ensure_future(anext(stream)) for stream in streams]
+        await served.until(lambda: all(name in llm._clients for name in names))
+        for dp_rank in range(len(llm.rank_stats)):
+            await served.heard(llm, dp_rank)
+        allow(30)
+        await asyncio.gather(*first)
+        return streams
+
+    async def others(allow: Callable[[int], None]) -> None:
+        (stays,) = await begin(allow, "stays")
         with llm.ranks.lock:  # so that no output comes first
             loop.close()
             await llm.abort(["left-0", "stays"])
         with pytest.raises(EngineGenerateError, match="aborted"):
             async for _ in stays:
                 pass
+        allow(200)
         assert await served.tokens(llm, 9, 30, "other") == list(tiny.greedy(served.MODEL, tiny.prompt(9), 30))
         await served.until(lambda: all(stats["running"] == stats["waiting"] == 0 for stats in llm.stats()))
 
-    asyncio.run(others())
+    with served.stopping_after(0) as allow:
+        left = loop.run_until_complete(begin(allow, "left-0", "left-1"))
+        asyncio.run(others(allow))
+    del left  # nobody closed them
     assert "left-1" in dropped
     assert not llm._clients
 

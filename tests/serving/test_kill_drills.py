@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -26,7 +27,7 @@ BOUND_S = 10.0
 
 slow = pytest.mark.slow
 DRILLS = [
-    pytest.param("rank 1", signal.SIGKILL, r"rank 1 (was killed by SIGKILL|ended without a word)"),
+    pytest.param("rank 1", signal.SIGKILL, r"rank 1 (was killed by SIGKILL|ended without a word|is gone)"),
     pytest.param("rank 0", signal.SIGSTOP, r"rank 0 has given no sign of life for 3 s"),
     pytest.param("agent", signal.SIGKILL, r"the agent that started the ranks was killed by SIGKILL", marks=slow),
     pytest.param("agent", signal.SIGSTOP, r"the agent that started the ranks has given no sign of life", marks=slow),
@@ -124,3 +125,32 @@ def test_ranks_start_again() -> None:
         assert not {new["rank 0"], new["rank 1"]} & set(pids.values())
         assert process.wait(30) == 0
         wait_for_end({**pids, **new}, BOUND_S)
+
+
+@slow
+@pytest.mark.parametrize("seed", range(24))
+def test_parts_that_are_lost_together(seed: int) -> None:
+    """One or two die or stop, at once or one after the other; half the time the front end finds all of it at once."""
+    chance, before = random.Random(seed), served.remains()
+    victims = chance.sample(["rank 0", "rank 1", "agent"], chance.choice((1, 2, 2)))
+    restarts = 0 if "agent" in victims else chance.choice((0, 1))
+    is_late = chance.random() < 0.5
+    with front_end(restarts) as (process, pids):
+        if is_late:
+            os.kill(process.pid, signal.SIGSTOP)
+        for victim in victims:
+            with contextlib.suppress(ProcessLookupError):  # it went with the other
+                os.kill(pids[victim], chance.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP)))
+            time.sleep(chance.choice((0, 0, 0.05, 0.5)))
+        os.kill(process.pid, signal.SIGCONT)
+        errors = hear(process, "errors")
+        names = "|".join(["the agent that started the ranks", *victims])
+        assert all(re.search(rf"the engine was lost: .*({names}) ", error) for error in errors), (victims, errors)
+        assert all(("being started again" in error) == bool(restarts) for error in errors), errors
+        new = {}
+        if restarts:
+            assert hear(process, "tokens") == list(tiny.greedy(served.MODEL, tiny.prompt(9), 5))
+            new = hear(process, "pids")
+        assert process.wait(60) == 0
+        wait_for_end({**pids, **new}, BOUND_S + SILENCE_S)
+    assert served.remains() == before
