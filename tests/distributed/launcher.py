@@ -72,7 +72,7 @@ def rank_outcomes(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    deadline_s: float = 60.0,
+    deadline_s: float = 120.0,
     env: Mapping[str, str] | None = None,
     poison: bool = False,
 ) -> list[RankOutcome]:
