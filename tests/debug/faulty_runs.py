@@ -57,6 +57,14 @@ def _installed() -> watchdog.Diagnosis:
     return watchdog._installed
 
 
+def stay_for(seconds: float) -> None:
+    """This rank's watchdog ends it so long after it has told the others, where that is not 0: the others then hear of
+    it before they lose the connection, however late they run."""
+    if seconds:
+        end = _installed()._end
+        _installed()._end = lambda reason, how, grace_s=seconds: end(reason, how, grace_s)  # type: ignore[method-assign]
+
+
 def until_all_wait_here(entered: str = "") -> None:
     """Until every other rank is in a collective that a rank, and in the end this one, has not come to; and until all
     have entered more collectives of the group of this kind than this one has, where one is named."""
@@ -97,6 +105,7 @@ def run_step(
                 until_all_wait_here(entered)
             if faulty and fault == "sleeps for ever" and layer == layers[-1]:
                 _installed().stall_timeout_s = _stall_timeout_s
+                stay_for(float(os.environ.get("DRILL_GRACE_S", "0")))
                 time.sleep(3600)
             if faulty and fault == "dies" and layer == layers[-1]:
                 os.kill(os.getpid(), signal.SIGKILL)

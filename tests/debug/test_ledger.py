@@ -64,7 +64,8 @@ def test_file_is_complete_whatever_ends_the_process(way: str, tmp_path: Path) ->
 
 @pytest.mark.multiprocess
 def test_file_is_complete_after_a_stall(tmp_path: Path) -> None:
-    faulty_runs.outcomes_of("sleeps for ever", 2, timeout_s=1, VLLM_TRACE_COLLECTIVES=str(tmp_path))
+    env = {"VLLM_TRACE_COLLECTIVES": str(tmp_path), "DRILL_GRACE_S": "6"}
+    faulty_runs.outcomes_of("sleeps for ever", 2, timeout_s=1, **env)
     waiting, sleeping = read(tmp_path, 0), read(tmp_path, 1)
     assert "rank 1 reports: no progress for VLLM_STALL_TIMEOUT_S=1 s" in waiting[-1]["error"], waiting[-1]
     assert waiting[0]["state"].startswith("failed: ")

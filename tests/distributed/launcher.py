@@ -72,7 +72,7 @@ def rank_outcomes(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    deadline_s: float = 60.0,
+    deadline_s: float = 120.0,
     env: Mapping[str, str] | None = None,
     poison: bool = False,
 ) -> list[RankOutcome]:
@@ -114,8 +114,16 @@ def free_port() -> int:
 _held: list[socket.socket] = []
 
 
-def living_ranks() -> list[int]:
-    """Process ids in the helper's process group other than its own; empty between runs."""
+def living_ranks(patience_s: float = 20.0) -> list[int]:
+    """Process ids in the helper's process group other than its own that do not go; empty between runs. What a rank
+    started itself ends with it, or a moment later."""
+    until = time.monotonic() + patience_s
+    while (found := _in_group()) and time.monotonic() < until:
+        time.sleep(0.05)
+    return found
+
+
+def _in_group() -> list[int]:
     if _the_helper is None:
         return []
     group = _the_helper.process.pid

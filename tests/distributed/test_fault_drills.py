@@ -198,6 +198,9 @@ def fails_to_load(folder: str) -> None:
 
     from vllm.v1.worker import gpu_worker
 
+    if rank_checks.own_rank() == 0:
+        watchdog._LET_GO_S = 30.0  # it serves the board, where one that runs late must still read the reason
+
     if rank_checks.own_rank() == FAILING_RANK:
 
         def broken(_: Any) -> None:
@@ -209,8 +212,8 @@ def fails_to_load(folder: str) -> None:
 
 def test_a_rank_that_cannot_load_ends_the_start_of_all() -> None:
     """Its barrier cannot be left with an exception: the first process that waits there ends and breaks it for all."""
-    for outcome in launcher.rank_outcomes(fails_to_load, 4, tiny.checkpoint("mixtral")):
-        assert outcome.seconds < 30
+    for outcome in launcher.rank_outcomes(fails_to_load, 4, tiny.checkpoint("mixtral"), deadline_s=150):
+        assert outcome.seconds < 100
         if outcome.rank == FAILING_RANK:
             assert "FileNotFoundError: no weights here" in outcome.error
         else:

@@ -219,7 +219,7 @@ def test_a_quota_of_one_processor_gives_one_thread_and_the_user_s_word_wins() ->
 
     def threads(quota: str, **more: str) -> list[str]:
         command = [sys.executable, "-c", THREADS, quota, tiny.checkpoint("llama"), *sys.path]
-        done = subprocess.run(command, env=environment | more, capture_output=True, text=True, timeout=120, check=True)
+        done = subprocess.run(command, env=environment | more, capture_output=True, text=True, timeout=300, check=True)
         return done.stdout.split("threads ")[1].split()
 
     before, after = threads("1.0")

@@ -90,7 +90,7 @@ def torchrun(way: str, tp: int, dp: int, ep: int) -> subprocess.Popen[str]:
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     try:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=300)
     finally:
         end(process)
     check_tokens(out)
@@ -166,10 +166,10 @@ def test_ctrl_c_ends_all() -> None:
             assert line
         begun = time.monotonic()
         os.killpg(process.pid, signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=120)
     finally:
         end(process)
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 100
     assert process.returncode != 0
     assert "terminate called" not in err
     assert "KeyboardInterrupt" in err

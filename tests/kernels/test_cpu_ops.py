@@ -7,6 +7,7 @@ practice by a few 2^-24, of which ``SUM`` is a generous multiple. The result is 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -765,8 +766,12 @@ def test_a_tensor_of_another_device_is_an_error():
 
 
 def kernel_threads() -> list[int]:
-    tasks = Path("/proc/self/task")
-    return [int(t.name) for t in tasks.iterdir() if (t / "comm").read_text().strip() == "vllm-kernels"]
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # one that has just ended
+            if (task / "comm").read_text().strip() == "vllm-kernels":
+                found.append(int(task.name))
+    return found
 
 
 def test_callers_on_several_threads(threads):
@@ -850,7 +855,7 @@ def test_waiting_threads_sleep(first):
         GOMP_SPINCOUNT=None,
         OMP_NUM_THREADS=None,
     )
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     kernels_ms, torch_ms = map(float, output.splitlines()[-2:])
     assert kernels_ms < 1, f"the kernels' threads are busy for {kernels_ms} ms of a wait of 10"
@@ -918,7 +923,7 @@ def test_where_plain_torch_is_asked_for_nothing_is_built(tmp_path):
         VLLM_KERNELS="reference",
         VLLM_CACHE_ROOT=str(tmp_path),
     )
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert not list(tmp_path.iterdir())
 
