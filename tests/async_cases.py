@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import math
 import random
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +16,7 @@ from typing import Any
 import pytest
 
 from vllm import SamplingParams
-from vllm.v1 import transfers
+from vllm.v1.transfers import ThreadStream, _ThreadEvent
 
 
 @dataclass(frozen=True)
@@ -87,12 +90,53 @@ def compare(ahead: list[Result], one_by_one: list[Result], cached: bool = True) 
 @contextmanager
 def late(seconds: float, seed: int = 0) -> Iterator[None]:
     """The thread begins each piece of work up to ``seconds`` late."""
-    rng, launch = random.Random(seed), transfers.ThreadStream.launch
+    rng, launch = random.Random(seed), ThreadStream.launch
 
-    def delayed(self: transfers.ThreadStream, work: Callable[[], Any]) -> None:
+    def delayed(self: ThreadStream, work: Callable[[], Any]) -> None:
         delay = rng.random() * seconds * (rng.random() < 0.3)
         launch(self, lambda: (time.sleep(delay), work()) if delay else work())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transfers.ThreadStream, "launch", delayed)
+        patch.setattr(ThreadStream, "launch", delayed)
         yield
+
+
+@contextmanager
+def latest() -> Iterator[None]:
+    """The thread begins each piece of work only once the host waits for it, or for a later one."""
+    launch, record, synchronize = ThreadStream.launch, _ThreadEvent.record, _ThreadEvent.synchronize
+    changed, launched, wanted = threading.Condition(), Counter[ThreadStream](), Counter[ThreadStream]()
+    places: dict[_ThreadEvent, int] = {}
+
+    def want(stream: ThreadStream, count: float) -> None:
+        with changed:
+            wanted[stream] = max(wanted[stream], count)  # type: ignore[assignment]
+            changed.notify_all()
+
+    def delayed(self: ThreadStream, work: Callable[[], Any]) -> None:
+        launched[self] = place = launched[self] + 1
+
+        def run() -> None:
+            with changed:
+                changed.wait_for(lambda: wanted[self] >= place)
+            work()
+
+        launch(self, run)
+
+    def noted(self: _ThreadEvent) -> None:
+        places[self] = launched[self._stream]
+        record(self)
+
+    def waiting(self: _ThreadEvent) -> None:
+        want(self._stream, places.get(self, 0))
+        synchronize(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ThreadStream, "launch", delayed)
+        patch.setattr(_ThreadEvent, "record", noted)
+        patch.setattr(_ThreadEvent, "synchronize", waiting)
+        try:
+            yield
+        finally:
+            for stream in list(launched):
+                want(stream, math.inf)

@@ -250,7 +250,7 @@ def uneven(folder: str, begun: Path) -> tuple[dict[str, float], list[tuple[str, 
 def test_rows_dummies_and_waits_of_uneven_ranks(tmp_path: Path):
     """Rank 0: 9 rows, then 5 of one token. Rank 1: 4 rows and 5 of padding, two tokens, three dummies of one row."""
     env = {"VLLM_DP_PAD_TO_MAX": "1"}
-    found = launcher.run_ranks(uneven, 2, tiny.checkpoint("mixtral"), tmp_path / "begun", env=env)
+    found = launcher.run_ranks(uneven, 2, tiny.checkpoint("mixtral"), tmp_path / "begun", env=env, deadline_s=180)
     (first, shown, *_), (second, shown_there, *_) = found
     counts = ("steps", "dummy_steps", "real_rows", "padded_rows", "prompt_tokens", "generation_tokens")
     assert [first[name] for name in counts] == [6, 0, 14, 0, 9, 6]

@@ -140,7 +140,7 @@ def share_commands() -> list[Commands]:
 
 @pytest.mark.multiprocess
 def test_all_ranks_of_a_group_get_the_same_commands() -> None:
-    first, second = launcher.run_ranks(share_commands, 2)
+    first, second = launcher.run_ranks(share_commands, 2, deadline_s=180)
     assert first == second
     assert [len(commands.aborts) for commands in second] == [0, 1, 400, 1]
     assert second[1].additions[0] == ADD

@@ -22,6 +22,8 @@ import tiny_models as tiny
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.alone]
 SILENCE_S = 3.0
+# Where nobody is to be taken for dead because the machine is busy.
+PATIENCE_S = 300.0
 # The bound for an error after a death; silence is a death once it has lasted.
 BOUND_S = 10.0
 
@@ -37,14 +39,16 @@ DRILLS = [
 
 
 @contextlib.contextmanager
-def front_end(max_restarts: int = 0) -> Iterator[tuple[subprocess.Popen[str], dict[str, int]]]:
+def front_end(
+    max_restarts: int = 0, silence_s: float = PATIENCE_S
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, int]]]:
     paths = [str(Path(__file__).parent), *sys.path]
     process = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("drill.py")), str(max_restarts)],
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(paths),
-            "VLLM_SILENCE_TIMEOUT_S": str(SILENCE_S),
+            "VLLM_SILENCE_TIMEOUT_S": str(silence_s),
             "GLOO_SOCKET_IFNAME": "lo",
         },
         stdout=subprocess.PIPE,
@@ -81,7 +85,7 @@ def wait_for_end(pids: dict[str, int], seconds: float) -> None:
 @pytest.mark.parametrize(("victim", "how", "named"), DRILLS)
 def test_all_ends_with_a_name(victim: str, how: signal.Signals, named: str | None) -> None:
     before = served.remains()
-    with front_end() as (process, pids):
+    with front_end(silence_s=SILENCE_S if how == signal.SIGSTOP else PATIENCE_S) as (process, pids):
         time.sleep(0.3)
         os.kill(pids[victim], how)
         began = time.monotonic()
@@ -92,7 +96,7 @@ def test_all_ends_with_a_name(victim: str, how: signal.Signals, named: str | Non
             assert all(re.search(named, error) for error in errors), errors
             assert re.search(named, hear(process, "health"))
         wait_for_end(pids, BOUND_S + SILENCE_S * (how == signal.SIGSTOP))
-        process.wait(BOUND_S)
+        process.wait(60)
         assert process.returncode == (0 if named is not None else -signal.SIGKILL)
         assert process.stderr is not None
         if how == signal.SIGSTOP and named is None:
@@ -107,7 +111,7 @@ def test_a_late_front_end_names_what_was_lost_first(victim: str) -> None:
     with front_end() as (process, pids):
         os.kill(process.pid, signal.SIGSTOP)
         os.kill(pids[victim], signal.SIGKILL)
-        served.left_of([pids["agent"]], BOUND_S)
+        assert not served.left_of([pids["agent"]], 120), "the agent has lost a rank and goes on"
         os.kill(process.pid, signal.SIGCONT)
         errors = hear(process, "errors")
         assert all(re.search(rf"{victim} was killed by SIGKILL", e) for e in errors), errors

@@ -147,7 +147,7 @@ FAULTS: dict[str, tuple[type, type, Script, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_of_the_field_is_found(name: str) -> None:
     rank_class, front_class, script, symptom = FAULTS[name]

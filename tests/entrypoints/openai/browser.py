@@ -45,11 +45,17 @@ class Browser:
         os.close(from_browser)
         self._number, self._rest, self._session = 0, b"", None
         self.messages: list[str] = []
-        targets = self._call("Target.getTargets")["targetInfos"]
-        page = next(target["targetId"] for target in targets if target["type"] == "page")
+        end = time.monotonic() + 60
+        while not (pages := [t["targetId"] for t in self._targets() if t["type"] == "page"]):  # not at once
+            assert time.monotonic() < end, "the browser has opened no page"
+            time.sleep(0.05)
+        page = pages[0]
         self._session = self._call("Target.attachToTarget", targetId=page, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self._call(f"{domain}.enable")
+
+    def _targets(self) -> list[dict[str, Any]]:
+        return self._call("Target.getTargets")["targetInfos"]
 
     def __enter__(self) -> Browser:
         return self
@@ -120,7 +126,7 @@ class Browser:
         assert "exceptionDetails" not in result, f"{script}: {result['exceptionDetails']}"
         return result["result"].get("value")
 
-    def until(self, script: str, seconds: float = 20) -> Any:
+    def until(self, script: str, seconds: float = 60) -> Any:
         """The value of an expression once it is true."""
         end = time.monotonic() + seconds
         while not (value := self.evaluate(script)):

@@ -29,7 +29,7 @@ class Server:
 
     def __init__(self, url: str, app: Any, connections: set[Any]) -> None:
         self.url, self.app, self.connections = url, app, connections
-        self.http = httpx.Client(base_url=url, timeout=60)
+        self.http = httpx.Client(base_url=url, timeout=120)
 
     def post(self, path: str, body: Any = None, status: int = 200, **kwargs: Any) -> Any:
         """The JSON of the answer, which has ``status``."""

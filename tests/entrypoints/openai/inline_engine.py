@@ -130,7 +130,7 @@ class InlineEngine:
                 result.set_exception(error)
 
         self._post(run)
-        return result.result(timeout=60)
+        return result.result(timeout=120)
 
     def check_idle(self) -> None:
         """No request is left, and no block in use."""

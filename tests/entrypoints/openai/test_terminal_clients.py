@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import json
 import os
@@ -16,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import live
@@ -160,33 +162,41 @@ class Terminal:
         if pid == 0:
             os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", *argv])
         self.pid, self.shown = pid, ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")()  # what is read may end within a character
 
     def write(self, text: str) -> None:
         os.write(self.fd, text.encode())
 
-    def until(self, text: str, seconds: float = 60) -> str:
+    def until(self, text: str, seconds: float = 120) -> str:
         """What came since the last call, once ``text`` did."""
         end = time.monotonic() + seconds
         while text not in self.shown:
             assert time.monotonic() < end, f"{text!r} has not come: {self.shown!r}"
             if select.select([self.fd], [], [], 0.2)[0]:
-                self.shown += os.read(self.fd, 2**16).decode()
+                self.shown += self._decoder.decode(os.read(self.fd, 2**16))
         before, _, self.shown = self.shown.partition(text)
         return before + text
 
     def interrupt(self) -> None:
         """Ctrl-C, until a prompt comes. CPython's ``input()`` does not see one that comes after a key was taken and
-        before the next is waited for, so it is pressed again, as a user would."""
-        for _ in range(20):
+        before the next is waited for: then the process sleeps. One that comes late would spoil the next line."""
+        for _ in range(3):
+            end = time.monotonic() + 60
+            while self._state() != "S":
+                assert time.monotonic() < end, "it does not come to wait for a key"
+                time.sleep(0.005)
             self.write("\x03")
             with contextlib.suppress(AssertionError):
-                self.until("> ", 3)
+                self.until("> ", 30)
                 return
-        raise AssertionError(f"no Ctrl-C of 20 brought a prompt: {self.shown!r}")
+        raise AssertionError(f"no Ctrl-C of 3 brought a prompt: {self.shown!r}")
+
+    def _state(self) -> str:
+        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
     def end(self) -> int:
         """The exit code."""
-        for _ in range(600):
+        for _ in range(2400):
             with contextlib.suppress(OSError):
                 if select.select([self.fd], [], [], 0)[0]:
                     os.read(self.fd, 2**16)
@@ -226,6 +236,6 @@ def test_ctrl_c_ends_a_single_question(echo: tuple[Echo, str]):
         assert process.stdout is not None
         assert process.stdout.read(9) == b"for~ever~"
         process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=30)
+        _, error = process.communicate(timeout=120)
         assert process.returncode == 130
         assert b"Traceback" not in error

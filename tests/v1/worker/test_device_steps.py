@@ -249,7 +249,7 @@ def rank_on_device(name: str, tp: int, dp: int) -> tuple[list[tuple[int, ...]], 
 def test_ranks_on_devices_wait_for_nothing_but_tokens(name: str, tp: int, dp: int) -> None:
     """Every device has done its work by the time that its host asks, so any wait is another one."""
     models = tiny if name in tiny.CHECKPOINTS else hybrids
-    found = launcher.run_ranks(rank_on_device, tp * dp, name, tp, dp)
+    found = launcher.run_ranks(rank_on_device, tp * dp, name, tp, dp, deadline_s=240)
     for rank, (tokens, waits, barriers) in enumerate(found):
         assert waits == {}
         assert barriers > 0

@@ -175,7 +175,7 @@ def of_rank(name: str, dp: int) -> tuple[int, set[Any]]:
 
 @pytest.mark.multiprocess
 def test_nothing_new_where_experts_are_shared() -> None:
-    found = launcher.run_ranks(of_rank, 2, "mixtral-16", 2)
+    found = launcher.run_ranks(of_rank, 2, "mixtral-16", 2, deadline_s=240)
     for warm, new in found:
         assert warm > 10
         assert new == set()
