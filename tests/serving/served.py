@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import tempfile
 import time
 import uuid
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import tiny_models as tiny
+from launcher import hold_port
 
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
@@ -123,10 +123,8 @@ async def heard(llm: AsyncLLM, dp_rank: int) -> None:
 @contextlib.contextmanager
 def port() -> Iterator[int]:
     """Of 127.0.0.1: the kernel gives it to nobody else, and who asks for it by its number may listen there."""
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
-        yield holder.getsockname()[1]
+    with hold_port() as held:
+        yield held.getsockname()[1]
 
 
 def processes(llm: AsyncLLM) -> dict[str, int]:

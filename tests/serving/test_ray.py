@@ -50,7 +50,7 @@ def marked(words: bytes = b"") -> dict[int, int]:
 
 
 def rank_processes() -> dict[int, int]:
-    return {rank: pid for pid, rank in marked(b"vllm.v1.engine.rank").items()}
+    return {rank: pid for pid, rank in marked(b"vllm.v1.engine.rank_process").items()}
 
 
 def wait_for_none(words: bytes = b"", seconds: float = BOUND_S) -> None:

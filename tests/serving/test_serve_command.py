@@ -133,11 +133,13 @@ def server(model: str, *more: str) -> Iterator[tuple[subprocess.Popen[str], int]
 
 
 @contextlib.contextmanager
-def starting(model: str, *more: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+def starting(model: str, *more: str, customised: str = "") -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """``customised``: the folder here with what all its processes load first."""
+    paths = [str(Path(__file__).with_name(customised)) if customised else "", *sys.path]
     with served.port() as port:
         process = subprocess.Popen(
             [*SERVE, model, "--host", "127.0.0.1", "--port", str(port), *OPTIONS, *more],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo"},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "GLOO_SOCKET_IFNAME": "lo"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -256,6 +258,21 @@ def test_a_rank_that_dies_before_it_has_said_anything(model: str) -> None:
         assert process.returncode == 1, said
         assert "error: the engine was lost: rank 1 was killed by SIGKILL" in said
         assert not served.left_of(pids)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("lost", ["server", "agent"])
+def test_a_rank_that_stands_still_as_it_starts_goes_with_the_others(model: str, lost: str) -> None:
+    with starting(model, customised="stopped_ranks") as (process, _):
+        (rank,) = ranks_of(process, 1)
+        (agent,) = served.children(process.pid)
+        try:
+            asyncio.run(served.until(lambda: " T " in Path(f"/proc/{rank}/stat").read_text(), 60))
+            os.kill(process.pid if lost == "server" else agent, signal.SIGKILL)
+            assert not served.left_of([agent, rank])
+        finally:  # it holds the pipe that is read to its end
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGKILL)
 
 
 @pytest.mark.multiprocess

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-if "vllm.v1.engine.rank" in sys.orig_argv:
+if "vllm.v1.engine.rank_process" in sys.orig_argv:
     sys.path.append(str(Path(__file__).parents[2]))
     import poison
 

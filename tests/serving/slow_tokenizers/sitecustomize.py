@@ -4,7 +4,7 @@
 import sys
 import time
 
-if "vllm.v1.engine.rank" in sys.orig_argv:
+if "vllm.v1.engine.rank_process" in sys.orig_argv:
     import vllm.tokenizers
 
     load = vllm.tokenizers.tokenizer_of

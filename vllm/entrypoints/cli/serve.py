@@ -147,15 +147,14 @@ def _of_torchrun(args: argparse.Namespace, place: launchers.Place) -> dict[str, 
 def _run_launched_rank(engine_args: EngineArgs, place: launchers.Place) -> int:
     """A rank that torchrun started, of the server in the process of rank 0, with which it ends."""
     from vllm.distributed.parallel_state import check_world_size
-    from vllm.v1.engine import launch, rank
+    from vllm.v1.engine import launch, rank_process
     from vllm.v1.engine.async_llm import arguments_as_json
 
     check_world_size(place.world_size, engine_args.tensor_parallel_size, engine_args.data_parallel_size)
     os.environ[launch.AGENT] = str(os.getppid())
     for number in (signal.SIGTERM, signal.SIGINT):  # rank 0's process gets them too, and lets requests end
         signal.signal(number, signal.SIG_IGN)
-    rank.main([json.dumps(arguments_as_json(engine_args))])
-    launch.leave(0)
+    rank_process.main([json.dumps(arguments_as_json(engine_args))])
     return 0
 
 

@@ -142,7 +142,7 @@ class Agent:
 def run_rank_0(launch: Launch) -> None:
     """Run it to its end, in the place that torchrun gave to this process; raises ``RankFailed``."""
     os.environ[AGENT] = str(os.getpid())
-    if code := subprocess.call([sys.executable, "-m", "vllm.v1.engine.rank", json.dumps(launch.engine_args)]):
+    if code := subprocess.call([sys.executable, "-m", "vllm.v1.engine.rank_process", json.dumps(launch.engine_args)]):
         raise RankFailed(0, code)
 
 
@@ -177,7 +177,7 @@ def run_agent(launch: Launch) -> int:
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # else it leaves a folder in /tmp
     )
     try:
-        launch_agent(config, sys.executable, ["-m", "vllm.v1.engine.rank", json.dumps(launch.engine_args)])
+        launch_agent(config, sys.executable, ["-m", "vllm.v1.engine.rank_process", json.dumps(launch.engine_args)])
     except SignalException as error:
         return 128 + error.sigval
     except ChildFailedError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a served engine, as a process: ``RankProtocol`` around ``EngineCore``.
+"""One rank of a served engine: ``RankProtocol`` around ``EngineCore``.
 
 The main thread steps, and sleeps while nothing is due. Another thread reads, writes and says once a second that this
 rank lives, whatever the main thread does; where the front end is gone it ends the process. A third one makes grammars.
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import sys
 import threading
 import time
 import uuid
@@ -31,7 +30,7 @@ from vllm.logger import init_logger
 from vllm.v1.debug import watchdog
 from vllm.v1.engine.channel import Channel, Waker, connect
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.engine.launch import FRONT_END, NODE, die_with_the_agent, end_at_the_agents_word, leave
+from vllm.v1.engine.launch import FRONT_END, NODE
 from vllm.v1.engine.messages import (
     Abort,
     Add,
@@ -242,10 +241,9 @@ def find_front_end(place: launchers.Place) -> dict[str, Any]:
     return json.loads(store.get("vllm/front_end").decode())
 
 
-def main(argv: list[str]) -> None:
-    die_with_the_agent()
-    end_at_the_agents_word()
-    engine_args = EngineArgs(**json.loads(argv[0]))
+def run_rank(arguments: str) -> None:
+    """The rank to its end. ``arguments``: of ``EngineArgs``, as JSON."""
+    engine_args = EngineArgs(**json.loads(arguments))
     place = launchers.find_place()
     front = find_front_end(place)
     channel = connect(front["host"], front["port"], bytes.fromhex(front["key"]))
@@ -267,8 +265,3 @@ def main(argv: list[str]) -> None:
         raise
     rank.close()
     core.shutdown()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
-    leave(0)

@@ -57,7 +57,7 @@ class RankActor:
         env = {**os.environ, AGENT: str(os.getpid()), **variables}
         if "OMP_NUM_THREADS" not in variables:  # Ray's, and the rank knows better
             env.pop("OMP_NUM_THREADS", None)
-        command = [sys.executable, "-m", "vllm.v1.engine.rank", arguments]
+        command = [sys.executable, "-m", "vllm.v1.engine.rank_process", arguments]
         return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL).wait()
 
 
