@@ -69,7 +69,8 @@ def folder() -> Iterator[str]:
     """Ray's, and with the mark in the environment; short, since Ray's sockets lie in it."""
     folder, (name, _, value) = tempfile.mkdtemp(prefix="ray", dir="/tmp"), MARK.partition("=")
     poison = served.poisoned()["PYTHONPATH"]
-    paths = os.pathsep.join([poison, *(str(path) for path in Path(__file__).resolve().parents[:3])])
+    own = Path(__file__).resolve().parents
+    paths = os.pathsep.join(map(str, [poison, *own[:3], own[1] / "distributed"]))
     variables = {name: value, "PYTHONPATH": paths, "RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled"}
     # Ray's own agents outlive a killed Ray while they look for its store.
     variables["RAY_gcs_rpc_server_reconnect_timeout_s"] = "3"

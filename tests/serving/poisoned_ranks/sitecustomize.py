@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """For tests that put this folder on PYTHONPATH: in a rank's process uninitialised memory is NaN, and no more steps are
-made than the file says whose name is in ``SERVED_STEPS``, as long as it is there (``served.stopping_after``)."""
+made than the file says whose name is in ``SERVED_STEPS``, while there is one (``served.stopping_after``)."""
 
 import os
 import sys
@@ -18,10 +18,10 @@ if "vllm.v1.engine.rank_process" in sys.orig_argv:
     run_step, made = EngineCore.run_step, {}
 
     def gated(core: EngineCore) -> object:
-        while os.path.exists(os.environ["SERVED_STEPS"]):
+        while True:
             try:
                 text = Path(os.environ["SERVED_STEPS"]).read_text()
-            except FileNotFoundError:
+            except OSError:
                 break
             if text and made.get(text, 0) < int(text.split()[0]):
                 made[text] = made.get(text, 0) + 1
@@ -29,4 +29,5 @@ if "vllm.v1.engine.rank_process" in sys.orig_argv:
             time.sleep(0.002)
         return run_step(core)
 
-    EngineCore.run_step = gated
+    if "SERVED_STEPS" in os.environ:
+        EngineCore.run_step = gated
