@@ -64,7 +64,7 @@ def test_no_step_waits_for_a_grammar(tmp_path: Path) -> None:
         late = asyncio.create_task(word(llm, "d", 4))
         await served.until(lambda: bool(llm.ranks._preparing))
         os.kill(rank, signal.SIGKILL)
-        with pytest.raises(EngineDeadError, match="rank 1 ended"):
+        with pytest.raises(EngineDeadError, match=r"rank 1 (was killed by SIGKILL|ended without a word)"):
             await late
 
     try:
