@@ -169,7 +169,7 @@ def test_ctrl_c_ends_all() -> None:
         _, err = process.communicate(timeout=120)
     finally:
         end(process)
-    assert time.monotonic() - begun < 100
+    assert time.monotonic() - begun < 30
     assert process.returncode != 0
     assert "terminate called" not in err
     assert "KeyboardInterrupt" in err

@@ -254,7 +254,7 @@ def test_a_rank_that_dies_before_it_has_said_anything(model: str) -> None:
     with starting(model, "--data-parallel-size", "2") as (process, _):
         pids = ranks_of(process, 2) + served.children(process.pid)
         os.kill(pids[1], signal.SIGKILL)
-        said, _ = process.communicate(timeout=180)
+        said, _ = process.communicate(timeout=20)
         assert process.returncode == 1, said
         assert "error: the engine was lost: rank 1 was killed by SIGKILL" in said
         assert not served.left_of(pids)
@@ -315,7 +315,7 @@ def test_a_signal_at_the_start(model: str, number: signal.Signals, code: int, ma
     with starting(model, "--max-restarts", str(max_restarts)) as (process, _):
         pids = ranks_of(process, 1) + served.children(process.pid)
         process.send_signal(number)
-        said, _ = process.communicate(timeout=180)
+        said, _ = process.communicate(timeout=15)
         assert process.returncode == code, said
         assert "Traceback" not in said
         assert not served.left_of(pids)
