@@ -4,38 +4,27 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
 
 import pytest
 import served
 import tiny_models as tiny
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm import SamplingParams
-from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.openai.watch import describe_ranks
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.prometheus import Exposition
 
-
-def greedy(max_tokens: int) -> SamplingParams:
-    delta = RequestOutputKind.DELTA
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, output_kind=delta)
-
-
-async def until(true: Callable[[], object], what: str, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, f"{what}: not within {seconds} s"
-        await asyncio.sleep(0.05)
+DELTA = RequestOutputKind.DELTA
 
 
 async def watch(llm: AsyncLLM) -> None:
     async def run(name: str, dp_rank: int, length: int) -> list[int]:
         stream = llm.generate(
-            {"prompt_token_ids": list(tiny.prompt(9))}, greedy(length), name, data_parallel_rank=dp_rank
+            served.prompt(9),
+            served.greedy(length, output_kind=DELTA),
+            name,
+            data_parallel_rank=dp_rank,
         )
         return [token async for output in stream for token in output.outputs[0].token_ids]
 
@@ -55,18 +44,20 @@ async def watch(llm: AsyncLLM) -> None:
         reports[:] = llm.rank_stats
         return all(reports) and not any(r["running"] for r in reports) and reports[0]["step"] == reports[1]["step"]
 
-    assert await run("one", 1, 6) == list(tiny.greedy("mixtral", tiny.prompt(9), 6))
-    await until(at_rest, "the ranks report their end")
+    assert await run("one", 1, 6) == list(tiny.greedy(served.MODEL, tiny.prompt(9), 6))
+    await served.until(at_rest)
     first, second = reports
     assert [second[name] for name in ("prompt_tokens", "generation_tokens", "dummy_steps")] == [9, 6, 0]
     assert [first[name] for name in ("prompt_tokens", "generation_tokens", "dummy_steps")] == [0, 0, 6]
-    await until(lambda: states() == [("idle", [])] * 2, "both are idle")
+    await served.until(lambda: states() == [("idle", [])] * 2)
     assert [count("vllm:time_to_first_token_seconds_count", rank) for rank in (0, 1)] == [0, 1]
     assert [count("vllm:inter_token_latency_seconds_count", rank) for rank in (0, 1)] == [0, 5]
     assert [count("vllm:request_success_total", rank, finished_reason="length") for rank in (0, 1)] == [0, 1]
 
     with served.stopping_after(5):
-        stream = llm.generate({"prompt_token_ids": [1, 2]}, greedy(200), "left", data_parallel_rank=1)
+        stream = llm.generate(
+            {"prompt_token_ids": [1, 2]}, served.greedy(200, output_kind=DELTA), "left", data_parallel_rank=1
+        )
         await anext(stream)
         await stream.aclose()
     assert [count("vllm:request_success_total", rank, finished_reason="abort") for rank in (0, 1)] == [0, 1]
@@ -76,9 +67,9 @@ async def watch(llm: AsyncLLM) -> None:
 
     with served.stopped(served.processes(llm)["rank 1"]):
         task = asyncio.create_task(run("held", 0, 120))
-        await until(lambda: states()[0] == ("waiting", [1]), "rank 0 says that it waits for rank 1")
+        await served.until(lambda: states()[0] == ("waiting", [1]))
         late = asyncio.create_task(run("late", 0, 2))
-        await until(lambda: "late" in llm.ranks.protocol.requests, "it was sent")
+        await served.until(lambda: "late" in llm.ranks.protocol.requests)
         await served.heard(llm, 0)
         await asyncio.sleep(0.4)
     assert [len(await task), len(await late)] == [120, 2]
@@ -90,19 +81,8 @@ async def watch(llm: AsyncLLM) -> None:
 def test_what_served_ranks_tell(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("VLLM_SILENCE_TIMEOUT_S", "300")  # one rank is stopped for as long as it takes
-    args = EngineArgs(
-        tiny.checkpoint("mixtral"),
-        dtype="float32",
-        skip_tokenizer_init=True,
-        max_model_len=256,
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        num_gpu_blocks_override=100,
-        data_parallel_size=2,
-        enable_expert_parallel=True,
-    )
     with served.environment(**served.poisoned()):
-        llm = AsyncLLM.from_engine_args(args)
+        llm = served.start(1, 2)
     try:
         asyncio.run(watch(llm))
     finally:
